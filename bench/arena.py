@@ -26,14 +26,14 @@ import torch
 
 from vestige import tasks
 from vestige.cli.report import write_report
-from vestige.compare import presets, runner, stacked
+from vestige.compare import paper_presets, runner, stacked
 from vestige.compare.arguments import contenders
-from vestige.compare.execute import Machine
+from vestige.compare.execute_run import Machine
 from vestige.compare.specification import FACTORS, Contender, Problem, Rate, Specification
 from vestige.compare.statistics import seeds_to_tell
 from vestige.compare.summary import summarised
 from vestige.methods.registry import METHODS, make_method
-from vestige.records import PrivacyTarget
+from vestige.run_records import PrivacyTarget
 
 OWN_BUDGET = 17.4
 """What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""
@@ -123,7 +123,7 @@ def compare(name: str, specification: Specification, arguments: argparse.Namespa
 
 def reproduce(arguments: argparse.Namespace) -> None:
     printed: dict[str, Any] = {}
-    for name, preset in presets.PRESETS.items():
+    for name, preset in paper_presets.PRESETS.items():
         if arguments.preset and name not in arguments.preset:
             continue
         try:
@@ -133,7 +133,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
             continue
         compare(name, specification, arguments)
         home = runner.ComparisonFolder(arguments.out / name)
-        printed[name] = presets.beside(preset, home.records().values())
+        printed[name] = paper_presets.beside(preset, home.records().values())
         (arguments.out / "beside.json").write_text(json.dumps(printed, indent=1))
 
 

@@ -43,10 +43,10 @@ from vestige.compare.folder import ComparisonFolder
 from vestige.compare.stacked import Stack, StackedRun
 from vestige.compare.statistics import ALPHA, holm, paired, summarise
 from vestige.methods.registry import make_method
-from vestige.records import completed
+from vestige.run_records import completed
 from vestige.tasks.models import mlp, tanh_cnn_32
 from vestige.training import planning
-from vestige.training.learning_rate import WALK
+from vestige.training.automatic_rate import WALK
 
 METHODS: dict[str, dict[str, Any]] = {
     "dp-sgd": {},

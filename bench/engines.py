@@ -38,7 +38,7 @@ from own import CASES, Case
 from vestige import PrivacyEngine
 from vestige.engines.cuda_graphs import Captured
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.gradients import Geometry, Patches
+from vestige.engines.per_example.gradient_forms import Geometry, Patches
 from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Flat, GradientEngine, Transform

@@ -19,8 +19,8 @@ import numpy as np
 from scipy.special import stdtr
 from scipy.stats import beta
 
+from vestige.compare.result_rows import RowKey, judge
 from vestige.compare.statistics import ALPHA, holm
-from vestige.compare.tables import RowKey, judge
 
 FACTORS = np.log2([0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
 AUTOMATIC = 3

@@ -16,9 +16,9 @@ from statistics import mean, stdev
 
 from vestige.compare import runner
 from vestige.compare.arguments import contenders
-from vestige.compare.execute import Machine
+from vestige.compare.execute_run import Machine
 from vestige.compare.specification import Contender, Problem, Specification
-from vestige.records import PrivacyTarget, RunRecord, completed, failed
+from vestige.run_records import PrivacyTarget, RunRecord, completed, failed
 
 FIELD = ["dp-sgd", "dp-bandmf", "dp-bandmf:bands=4", "dp-blt", "dp-ftrl"]
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)

@@ -23,14 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vestige.compare import runner, runs
+from vestige.compare import run_grid, runner
 from vestige.compare.arguments import contenders
-from vestige.compare.execute import Machine
+from vestige.compare.execute_run import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import drawing
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import METHODS
-from vestige.records import PrivacyTarget, Run, RunRecord, completed, failed
+from vestige.run_records import PrivacyTarget, Run, RunRecord, completed, failed
 
 FACTORS = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
 COARSE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -104,7 +104,7 @@ def _study(
 
 def wanted(specification: Specification) -> list[Run]:
     """The study's runs: those that would tune the rate, and no final ones."""
-    return list(runs.tuning_runs(specification, runs.grid_of(specification)))
+    return list(run_grid.tuning_runs(specification, run_grid.grid_of(specification)))
 
 
 # --- what they say ---------------------------------------------------------------------------------------------------

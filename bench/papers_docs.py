@@ -25,8 +25,8 @@ from typing import Any
 import papers_gpu
 from vestige import accounting
 from vestige.audit.published_epsilons import READINGS, STUDIES, readings
-from vestige.compare import landscape, presets
-from vestige.compare.presets import published
+from vestige.compare import loss_paths, paper_presets
+from vestige.compare.paper_presets import published
 from vestige.compare.statistics import holm, paired
 from vestige.questions import SampledGaussian
 
@@ -215,7 +215,7 @@ def equal(rows: Rows, what: str, preset: str, pairs: Sequence[tuple[str, str, st
 
 def check_labels(preset: str, pairs: Sequence[tuple[str, str, str]]) -> None:
     """A claim may cite only what the table or figure has."""
-    there = {contender.label for contender in presets.find(preset).full.contenders}
+    there = {contender.label for contender in paper_presets.find(preset).full.contenders}
     foreign = {label for one, other, _ in pairs for label in (one, other)} - there
     if foreign:
         raise ValueError(f"{preset} has no {', '.join(sorted(foreign))}: its claim cannot cite it")
@@ -323,7 +323,7 @@ def fo(rows: Rows, times: Times) -> list[Claim]:
     ]  # fmt: skip
 
 
-SCANNED = tuple(presets.find("fo-scan").full.contenders[1:])
+SCANNED = tuple(paper_presets.find("fo-scan").full.contenders[1:])
 """Our guess, and what was scanned around it."""
 
 
@@ -513,13 +513,13 @@ def _paths(paths: Rows) -> Claim:
     what = "Figure 1: a smoother path to a lower loss than DP-SGD's, at the same noise"
     mine = [row for row in paths if row["label"] == "dpsgd-br"]
     if not mine:
-        return Claim(what, f"vestige reproduce {landscape.NAME}", "-", "-", NOT_AS_PRINTED)
+        return Claim(what, f"vestige reproduce {loss_paths.NAME}", "-", "-", NOT_AS_PRINTED)
     said = "; ".join(
         f"{row['quantity']} {row['difference']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})" for row in mine
     )
     turned = [Found(-r["difference"], -r["high"], -r["low"], r["seeds"], "papers.json", r["p"]) for r in mine]
     seeds = f"{min(row['seeds'] for row in mine)} (papers.json)"
-    return Claim(what, f"vestige reproduce {landscape.NAME}", f"DPSGD-BR less DP-SGD: {said}", seeds, verdict(turned))
+    return Claim(what, f"vestige reproduce {loss_paths.NAME}", f"DPSGD-BR less DP-SGD: {said}", seeds, verdict(turned))
 
 
 def br(rows: Rows, times: Times, paths: Rows = ()) -> list[Claim]:
@@ -687,7 +687,7 @@ def page(rows: Rows, times: Times = None, paths: Rows = ()) -> str:
         "sma": ("SMA-DP-SGD (arXiv:2605.20450)", sma),
         "br": ("DPSGD-BR (Sci Rep 2026) and DPSUR", br),
     }
-    notes = {name.partition("-")[0]: preset for name, preset in presets.PRESETS.items()}
+    notes = {name.partition("-")[0]: preset for name, preset in paper_presets.PRESETS.items()}
     for key, (title, judge) in judges.items():
         claims = [claim.line() for claim in (br(rows, times, paths) if key == "br" else judge(rows, times))]
         tables = {
@@ -707,7 +707,7 @@ def page(rows: Rows, times: Times = None, paths: Rows = ()) -> str:
 
 def _common(key: str) -> set[str]:
     """Notes that every preset of a paper has."""
-    mine = [set(preset.notes) for name, preset in presets.PRESETS.items() if name.startswith(f"{key}-")]
+    mine = [set(preset.notes) for name, preset in paper_presets.PRESETS.items() if name.startswith(f"{key}-")]
     return set.intersection(*mine)
 
 

@@ -38,12 +38,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.compare import execute, presets, runs
-from vestige.compare.execute import Machine, perform, stackable
+from vestige.compare import execute_run, paper_presets, run_grid
+from vestige.compare.execute_run import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.files import read_json, write_json
-from vestige.optim.spectral import spectrum
-from vestige.records import CompletedRun, FailedRun, Run, completed
+from vestige.optim.spectral import tail_exponent
+from vestige.run_records import CompletedRun, FailedRun, Run, completed
 from vestige.training.job import start
 
 SEEDS = 13
@@ -101,8 +101,8 @@ class Piece:
         return f"{self.preset}, {self.what}"
 
     def wanted(self) -> list[Run]:
-        specification = presets.find(self.preset).specification(None, seeds=self.seeds)
-        return [run for run in runs.due(specification, runs.grid_of(specification), {}) if self.only(run)]
+        specification = paper_presets.find(self.preset).specification(None, seeds=self.seeds)
+        return [run for run in run_grid.due(specification, run_grid.grid_of(specification), {}) if self.only(run)]
 
 
 def _at(epsilon: float) -> Callable[[Run], bool]:
@@ -199,7 +199,7 @@ def readable(piece: Piece, task: str, data: Path) -> bool:
     """Whether the data of a task are there: whole, where the protocol takes them whole."""
     names = FILES.get(task.partition("-")[0], ())
     file = next((data / name for name in names if (data / name).exists()), None)
-    whole = presets.find(piece.preset).whole.get(task)
+    whole = paper_presets.find(piece.preset).whole.get(task)
     if file is None or whole is None or file.suffix != ".npz":
         return file is not None
     with np.load(file) as arrays:
@@ -213,8 +213,10 @@ class Batched:
     """`spectrum.Background` for a stack: all Gram matrices are padded to one size and decomposed by one call where the
     weights lie. Zeros are below the floor of the fit, so padding adds nothing to it."""
 
-    def __init__(self, weights: Sequence[Tensor], convention: spectrum.Convention, floor: float = spectrum.FLOOR):
-        grams = spectrum._grams([spectrum._matrices(weight, convention) for weight in weights])
+    def __init__(
+        self, weights: Sequence[Tensor], convention: tail_exponent.Convention, floor: float = tail_exponent.FLOOR
+    ):
+        grams = tail_exponent._grams([tail_exponent._matrices(weight, convention) for weight in weights])
         longest = max(gram.shape[-1] for gram in grams)
         by_size: dict[int, list[int]] = {}
         for index, gram in enumerate(grams):
@@ -223,8 +225,8 @@ class Batched:
         for size, members in by_size.items():
             parts.append(torch.nn.functional.pad(torch.cat([grams[i] for i in members]), [0, longest - size] * 2))
         order = torch.tensor([index for members in by_size.values() for index in members]).argsort()
-        values = spectrum._eigenvalues(torch.cat(parts)).clamp(min=0.0)
-        self._found = spectrum._fit(values, floor)[order.to(values.device)]
+        values = tail_exponent._eigenvalues(torch.cat(parts)).clamp(min=0.0)
+        self._found = tail_exponent._fit(values, floor)[order.to(values.device)]
 
     def go_on(self) -> None:
         pass
@@ -240,7 +242,7 @@ def solver(device: str, runs_: int = SEEDS) -> str:
     shapes = ((64, 3072), (32, 64), (10, 32))
     weights = [0.05 * torch.randn(shape, device=device) for shape in shapes for _ in range(runs_)]
     spent = {}
-    for name, kind in (("threads", spectrum.Background), ("device", Batched)):
+    for name, kind in (("threads", tail_exponent.Background), ("device", Batched)):
         for turn in range(4):
             if turn == 1:
                 torch.cuda.synchronize()
@@ -322,7 +324,7 @@ def make(batch: Sequence[Run], machine: Machine, pool: ComparisonFolder, found: 
 
 
 def _spectra_on_device() -> AbstractContextManager[Any]:
-    return mock.patch.object(spectrum, "Background", Batched)
+    return mock.patch.object(tail_exponent, "Background", Batched)
 
 
 def serve(connection: Connection, out: Path, machine: Machine, threads: int) -> None:
@@ -497,15 +499,15 @@ def time_steps(device: str, data: str, out: Path, rounds: int) -> None:
     """Seconds of an epoch (25 steps) of each method, in turn, so that what else the machine does falls on all."""
     wanted: dict[str, Run] = {}
     for name in ("sma-table4", "fo-table1"):
-        specification = presets.find(name).specification(None, seeds=1)
-        for each in runs.due(specification, runs.grid_of(specification), {}):
+        specification = paper_presets.find(name).specification(None, seeds=1)
+        for each in run_grid.due(specification, run_grid.grid_of(specification), {}):
             wanted.setdefault(each.label, each)
     machine = Machine(device, {each.task: data for each in wanted.values()})
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     steps: dict[str, Iterator[Any]] = {}
     for label, each in wanted.items():
-        task = execute._task(each, machine)
-        steps[label] = iter(start(execute._job(each, machine), None, task=task, budget=False)[1].steps())
+        task = execute_run._task(each, machine)
+        steps[label] = iter(start(execute_run._job(each, machine), None, task=task, budget=False)[1].steps())
     spent: dict[str, list[float]] = {label: [] for label in steps}
     labels = list(steps)
     for turn in range(rounds + 2):

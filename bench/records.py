@@ -32,7 +32,7 @@ from vestige.files import write_json
 from vestige.priors.contrastive import Plan, make
 from vestige.recipes import find
 from vestige.recipes.throughput import seconds_a_step
-from vestige.tasks.features.pretrained import read
+from vestige.tasks.features.starting_weights import read
 from vestige.training.job import Job, complete, load, method_of, start
 from vestige.training.run_folder import RunFolder
 from vestige.training.verify import verify

@@ -30,18 +30,18 @@ import torch
 
 import arena
 import learning_rate
-from vestige.compare import presets, runner, runs, tables
-from vestige.compare.execute import Machine, stackable
+from vestige.compare import paper_presets, result_rows, run_grid, runner
+from vestige.compare.execute_run import Machine, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
 from vestige.compare.statistics import paired, summarise
 from vestige.files import write_json
-from vestige.records import Run, RunRecord, completed, failed
+from vestige.run_records import Run, RunRecord, completed, failed
 
 FIRST = ["fo-rates", "fo-fig3", "fo-fig4", "fo-fig2", "fo-fig5", "fo-fig6", "fo-fig8", "fo-alpha"]
 REST = ["fo-table3", "fo-fig7", "fo-fig1"]
 """With rivals that may have to be trained alone."""
-SIGMA, EQUAL = presets.find("fo-table3").full.budgets
+SIGMA, EQUAL = paper_presets.find("fo-table3").full.budgets
 """The paper's own terms, and one epsilon for all."""
 SMA = ["sma-table2", "sma-fig3", "sma-table3", "sma-fig2", "sma-fig5", "sma-fig4"]
 PAGE = {"fo": "reproduction-tables.md", "sma": "sma-tables.md"}
@@ -90,7 +90,7 @@ class Part:
     ) -> None:
         self.name, self.specification, self.kind, self._only = name, specification, kind, only
         self._twins = twins or {}
-        self._grid = runs.grid_of(specification)
+        self._grid = run_grid.grid_of(specification)
         self._fixed = dict(self._named({})) if kind != "comparison" else None
 
     def wanted(self, records: Mapping[str, RunRecord]) -> dict[str, Run]:
@@ -98,9 +98,9 @@ class Part:
         return self._fixed if self._fixed is not None else dict(self._named(records))
 
     def _named(self, records: Mapping[str, RunRecord]) -> Iterator[tuple[str, Run]]:
-        needed = list(runs.tuning_runs(self.specification, self._grid))
+        needed = list(run_grid.tuning_runs(self.specification, self._grid))
         if self.kind != "study":
-            needed += runs.final_runs(self.specification, self._grid, records)
+            needed += run_grid.final_runs(self.specification, self._grid, records)
         needed = [run if run.id in records else self._twins.get(run.id, run) for run in needed]
         yield from ((run.id, run) for run in needed if self._only(run))
 
@@ -122,8 +122,8 @@ def _telling(run: Run) -> bool:
 def parts(data: str | None, small: bool, paper: str = "fo") -> list[Part]:
     """Everything of a paper, the most wanted first. A part may come twice: first what matters of it."""
     if paper == "sma":
-        return [Part(name, presets.find(name).specification(data, small=small), "preset") for name in SMA]
-    shown = {name: presets.find(name).specification(data, small=small) for name in (*FIRST, *REST)}
+        return [Part(name, paper_presets.find(name).specification(data, small=small), "preset") for name in SMA]
+    shown = {name: paper_presets.find(name).specification(data, small=small) for name in (*FIRST, *REST)}
     # A run that some figure wants with its curve is the same run: it is made once, with it.
     curves = Part("fo-fig1", shown["fo-fig1"], "preset").wanted({}).values()
     twins = {replace(run, evaluations=0).id: run for run in curves}
@@ -213,12 +213,12 @@ def render(arguments: argparse.Namespace) -> None:
             home.write(record)
         if part.kind == "preset":
             write_json(home.path / "preset.json", {"preset": part.name, "small": arguments.small})
-        what = presets.find(part.name).what if part.kind == "preset" else "tuned at the paper's budget"
-        total = runs.total(part.specification, runs.grid_of(part.specification))
+        what = paper_presets.find(part.name).what if part.kind == "preset" else "tuned at the paper's budget"
+        total = run_grid.total(part.specification, run_grid.grid_of(part.specification))
         lines += [f"## {part.name}: {what}", "", f"{len(records)} of {total} runs.", ""]
         lines += _gap(records) if part.name == "fo-rates" else _tables(records, part.specification)
         if part.kind == "preset" and part.name != "fo-rates":
-            lines += _beside(presets.find(part.name), records)
+            lines += _beside(paper_presets.find(part.name), records)
         if part.name == "sma-fig4":
             lines += _by_stage(records)
     tuning += [record for folder in arguments.also for record in ComparisonFolder(folder).records().values()]
@@ -231,7 +231,7 @@ def render(arguments: argparse.Namespace) -> None:
 
 def _tables(records: Sequence[RunRecord], specification: Specification) -> list[str]:
     """One table per task: a row per contender, a column per budget and kind of rate."""
-    rows = tables.rows(records, specification.baseline)
+    rows = result_rows.rows(records, specification.baseline)
     lines: list[str] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in rows if row["task"] == task]
@@ -248,9 +248,9 @@ def _tables(records: Sequence[RunRecord], specification: Specification) -> list[
     return [*lines, *(marked or ["Nothing can be told from the baseline."]), ""]
 
 
-def _beside(preset: presets.Preset, records: Sequence[RunRecord]) -> list[str]:
+def _beside(preset: paper_presets.Preset, records: Sequence[RunRecord]) -> list[str]:
     """The printed figures beside ours, on the paper's own terms and off them."""
-    rows = presets.beside(preset, records)
+    rows = paper_presets.beside(preset, records)
     if not rows:
         return []
     lines = ["| | printed | ours | ours, lr auto | ours, lr auto, one epsilon |", "|---|---|---|---|---|"]

@@ -30,12 +30,12 @@ import torch
 import vestige
 from vestige import accounting, tasks
 from vestige.accounting.budgets import FilteredBudget
-from vestige.compare.presets import published
+from vestige.compare.paper_presets import published
 from vestige.files import write_json
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
-from vestige.optim.decay import PhasedDecay
 from vestige.optim.gates import BufferedRejection
+from vestige.optim.phased_decay import PhasedDecay
 from vestige.optim.rules import named
 from vestige.training import planning
 from vestige.training.loop import accuracy

@@ -31,7 +31,7 @@ from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
 from vestige.optim.spectral import memory as spectral
-from vestige.optim.spectral import spectrum
+from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.memory import group_exponents
 from vestige.tasks import models
 
@@ -73,16 +73,16 @@ class OnStream:
 
     threads = ThreadPoolExecutor(1)
 
-    def __init__(self, weights: Sequence[Tensor], convention: spectrum.Convention) -> None:
+    def __init__(self, weights: Sequence[Tensor], convention: tail_exponent.Convention) -> None:
         begun = torch.cuda.Event()
         begun.record()
         self._future = self.threads.submit(self._find, weights, convention, begun)
 
-    def _find(self, weights: Sequence[Tensor], convention: spectrum.Convention, begun: torch.cuda.Event) -> Tensor:
+    def _find(self, weights: Sequence[Tensor], convention: tail_exponent.Convention, begun: torch.cuda.Event) -> Tensor:
         stream = torch.cuda.Stream()
         stream.wait_event(begun)
         with torch.cuda.stream(stream):
-            return spectrum.exponents(weights, convention).cpu()
+            return tail_exponent.exponents(weights, convention).cpu()
 
     def go_on(self) -> None:
         pass
@@ -94,7 +94,7 @@ class OnStream:
 def on_stream() -> ExitStack:
     """Inside, spectra that are awaited are found on a stream."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(spectrum, "Background", OnStream))
+    stack.enter_context(mock.patch.object(tail_exponent, "Background", OnStream))
     recorded = partial(torch.cuda.graph, capture_error_mode="thread_local")  # another thread calls CUDA meanwhile
     stack.enter_context(mock.patch.object(torch.cuda, "graph", recorded))
     return stack
@@ -162,7 +162,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "groups": layout.groups,
         "dp_sgd_step_ms": 1e3 * statistics.median(seconds["dp-sgd"]) / EPOCH,
         "spectrum_ms": 1e3 * timed(lambda: group_exponents(weights, owners, "flatten"), wait),
-        "background_ms": 1e3 * timed(lambda: spectrum.Background(matrices, "flatten").result(), wait),
+        "background_ms": 1e3 * timed(lambda: tail_exponent.Background(matrices, "flatten").result(), wait),
         "ratios": {label: ratio for label, ratio in ratios.items() if label != "dp-sgd"},
     }
 

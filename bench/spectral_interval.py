@@ -14,7 +14,7 @@ import json
 import statistics
 from pathlib import Path
 
-from vestige.devices import default_device
+from vestige.tf32 import default_device
 from vestige.training.job import Job, complete, start
 
 PAPER = {

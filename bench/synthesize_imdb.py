@@ -41,8 +41,8 @@ from finetuning import LABELS, SMOKE, WHOLE, Halves, Sizes, halves, token_loss, 
 from vestige.finetuning.checkpoints import quiet
 from vestige.finetuning.job import prepared
 from vestige.synthesis import quality
-from vestige.synthesis.prompts import Prompts
-from vestige.synthesis.sampling import Drawing, sampled, without_repeats
+from vestige.synthesis.prompted_texts import Prompts
+from vestige.synthesis.text_sampling import Drawing, sampled, without_repeats
 from vestige.synthesis.texts import TextRun, TextSynthesis, tuning_of
 from vestige.training.verify import verify
 

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from vestige import accounting
 from vestige.tasks.features.wavelets import Scattering
-from vestige.tasks.text import bag_of_words
+from vestige.tasks.read_reviews import bag_of_words
 
 EPSILON, DELTA = 8.0, 1e-5
 ROWS = {"svhn": 200, "imdb-alike": 500, "imdb-unlike": 500}

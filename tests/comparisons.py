@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import METHODS
-from vestige.records import FORMAT_VERSION, PrivacyTarget, Run, read_record
+from vestige.run_records import FORMAT_VERSION, PrivacyTarget, Run, read_record
 
 TINY = Specification(
     problems=(Problem("digits-mlp"),),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from engine_checks import clipped, one_at_a_time
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example import forms, uses
+from vestige.engines.per_example import parameter_functions, uses
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
@@ -76,7 +76,7 @@ def positional(name: str, examples: int):
 def nothing_replayed() -> Iterator[None]:
     """Fails where a use is differentiated, or an expression pulled back, one example at a time."""
     found: list[str] = []
-    settle, pull = uses._settle, forms.Derived.pull
+    settle, pull = uses._settle, parameter_functions.Derived.pull
 
     def settled(function, leaves, *rest):
         found.append(
@@ -89,11 +89,11 @@ def nothing_replayed() -> Iterator[None]:
             found.append(f"a function of {self.names}")
         return pull(self, gradient, environment)
 
-    uses._settle, forms.Derived.pull = settled, pulled
+    uses._settle, parameter_functions.Derived.pull = settled, pulled
     try:
         yield
     finally:
-        uses._settle, forms.Derived.pull = settle, pull
+        uses._settle, parameter_functions.Derived.pull = settle, pull
     assert not found, found
 
 

@@ -238,8 +238,8 @@ SPOILED = {"clipped by process": _clipped_by_process, "one noise": _noise_by_eve
 def noise(kind: str = "replicated", arithmetic: str = "lattice", width: int = 4000, spoil: bool = False) -> Any:
     """The noise of two questions about nobody, with a secret key: what this process has of it."""
     from vestige.layout import Layout
+    from vestige.processes.parameter_shards import Shards
     from vestige.processes.plan import processes
-    from vestige.processes.shards import Shards
     from vestige.processes.sums import ShardedSums, Sums
     from vestige.randomness.correlated import Independent
     from vestige.randomness.keys import Randomness

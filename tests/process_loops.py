@@ -184,7 +184,7 @@ def noise_of_a_step() -> torch.Tensor:
 def _clip_by_process(engine: Any) -> None:
     """WRONG, for a test: the sum of a process's examples is clipped, and not each example."""
     from vestige.engines.bookkeeping import add_weighted
-    from vestige.engines.per_example.gradients import combine
+    from vestige.engines.per_example.gradient_forms import combine
     from vestige.mechanism.clipping import Flat
 
     passes = engine._steps.passes

@@ -162,7 +162,7 @@ def test_other_libraries_of_privacy_are_oracles_of_the_tests_only():
         *inside("optim.optimizers"),
         *inside("optim.spectral"),
         *inside("methods"),
-        "training.learning_rate",
+        "training.automatic_rate",
         "layout",
         "compare.stacked.learner",
     ],

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 from comparisons import AUTO, fake
-from vestige.compare import presets, runs
-from vestige.compare.execute import Machine
+from vestige.compare import paper_presets, run_grid
+from vestige.compare.execute_run import Machine
 from vestige.compare.statistics import tells
 from vestige.methods.registry import METHODS
-from vestige.optim.spectral import spectrum
-from vestige.records import FailedRun, PrivacyTarget, Run
+from vestige.optim.spectral import tail_exponent
+from vestige.run_records import FailedRun, PrivacyTarget, Run
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def study(bench):
 
 def records(table, **changes):
     """Tuning runs of one setting: {factor: {seed: accuracy}}."""
-    run = replace(runs.due(AUTO, runs.grid_of(AUTO), {})[0], task="t", steps=10, sample_rate=0.1, label="m")
+    run = replace(run_grid.due(AUTO, run_grid.grid_of(AUTO), {})[0], task="t", steps=10, sample_rate=0.1, label="m")
     run = replace(run, stage="tuning", **changes)
     return [
         fake(replace(run, factor=factor, seed=seed), accuracy)
@@ -256,7 +256,7 @@ def test_the_few_epoch_comparison_asks_for_its_regime_and_tables_its_runs(bench)
     few = bench("few_epochs")
     wanted = few.specification(["digits-mlp"], few.FIELD, None, 3)
     assert wanted.steps * wanted.sample_rate == pytest.approx(3)
-    run = replace(runs.due(AUTO, runs.grid_of(AUTO), {})[0], task="t", label="m", factor=1.0)
+    run = replace(run_grid.due(AUTO, run_grid.grid_of(AUTO), {})[0], task="t", label="m", factor=1.0)
     found = [fake(replace(run, stage="auto", seed=seed), score) for seed, score in ((0, 0.5), (1, 0.6))]
     found += [fake(replace(run, stage="tuned", factor=2.0), 0.7), fake(replace(run, stage="tuning"), 0.1)]
     assert few.table(found).splitlines()[2] == "| t | m | 70.0 | 2 | 55.0 ± 7.1 |"
@@ -509,7 +509,7 @@ def test_the_table_of_synthetic_rows_has_means_over_seeds(bench):
 
 def test_every_piece_of_the_papers_is_a_preset_and_each_run_is_named_once(bench):
     papers = bench("papers_gpu")
-    assert {piece.preset for piece in papers.PIECES} <= set(presets.PRESETS)
+    assert {piece.preset for piece in papers.PIECES} <= set(paper_presets.PRESETS)
     assert [piece.priority for piece in papers.PIECES] == sorted(piece.priority for piece in papers.PIECES)
     first = papers.PIECES[0]
     assert {run.label for run in first.wanted()} == {"sma", "dp-sgd"}
@@ -591,7 +591,7 @@ def test_the_spectra_of_a_stack_found_at_once_are_those_found_one_by_one(bench):
     ]
     weights.append(torch.full((64, 300), torch.nan))
     ours = papers.Batched(weights, "flatten").result()
-    theirs = spectrum.exponents(weights)
+    theirs = tail_exponent.exponents(weights)
     torch.testing.assert_close(ours, theirs, equal_nan=True)
     assert theirs[:5].isfinite().all()
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from comparisons import AUTO, fake
-from vestige.compare import runs
-from vestige.records import FailedRun, RunResult, read_record
+from vestige.compare import run_grid
+from vestige.run_records import FailedRun, RunResult, read_record
 from vestige.training.verify import verify
 
 WRITTEN = Path(__file__).parent / "fixtures" / "written-by-0.1.0"
 RECORDS = sorted((WRITTEN / "comparison" / "runs").glob("*.json"))
-RUN = runs.due(AUTO, runs.grid_of(AUTO), {})[0]
+RUN = run_grid.due(AUTO, run_grid.grid_of(AUTO), {})[0]
 MISSING = object()
 
 
@@ -104,7 +104,7 @@ def test_diagnostics_are_numbers_and_lists_of_them():
 
 
 def test_records_are_read_without_torch():
-    code = "import sys, vestige.records; assert 'torch' not in sys.modules"
+    code = "import sys, vestige.run_records; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from vestige.engines.own_rules import register_rule
     from vestige.engines.replacements import fix
     from vestige.integrations.model_card import model_card
-    from vestige.mechanism.evaluation import PrivateEvaluation
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
+    from vestige.mechanism.private_evaluation import PrivateEvaluation
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
     from vestige.methods.registry import make_method
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vestige.recipes.own_data import prepared, recipe
     from vestige.synthesis.api import synthesize
     from vestige.training.loop import Record, accuracy
+    from vestige.training.private_statistics import PrivateStatistics, Vocabulary, private_bound, private_statistics
     from vestige.training.run import Training, train
-    from vestige.training.statistics import PrivateStatistics, Vocabulary, private_bound, private_statistics
 
 __version__ = "0.3.0"
 
@@ -59,12 +59,12 @@ __all__ = [
 
 _MODULES = {
     "training.run": ("Training", "train"),
-    "training.statistics": ("PrivateStatistics", "Vocabulary", "private_bound", "private_statistics"),
+    "training.private_statistics": ("PrivateStatistics", "Vocabulary", "private_bound", "private_statistics"),
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),
     "integrations.model_card": ("model_card",),
-    "mechanism.evaluation": ("PrivateEvaluation",),
+    "mechanism.private_evaluation": ("PrivateEvaluation",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),

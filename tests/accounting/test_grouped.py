@@ -13,7 +13,7 @@ from vestige.accounting import Facts, calibrate, epsilon, group_epsilon, guarant
 from vestige.accounting.budgets import RenyiFilter
 from vestige.accounting.composition import epsilon_of, grid_step, loss_distribution
 from vestige.accounting.rdp import ORDERS
-from vestige.accounting.samplings.grouped import contributions, curves, profile
+from vestige.accounting.samplings.rows_of_users import contributions, curves, profile
 from vestige.accounting.theorems import theorem_for
 from vestige.questions import (
     AllocatedGaussian,

@@ -7,7 +7,7 @@ from dp_accounting.pld import privacy_loss_distribution as oracle
 from scipy.special import ndtr, ndtri
 
 from vestige.accounting import Facts, guarantee, meaning, tradeoff
-from vestige.accounting.lower_bounds.bounds import delta_of_mu
+from vestige.accounting.lower_bounds.bounds_from_scores import delta_of_mu
 from vestige.accounting.profiles import replaced_gaussian
 from vestige.questions import CyclicGaussian, Gaussian, SampledGaussian, Trial
 

@@ -12,7 +12,7 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from vestige import accounting
-from vestige.accounting import epsilon, rdp, trials
+from vestige.accounting import accept_reject, epsilon, rdp
 from vestige.accounting.profiles import Profile, connect_dots, excess_moments, sampled_gaussian
 from vestige.questions import Question, SampledGaussian, Trial
 
@@ -39,7 +39,11 @@ def test_moments_of_a_profile_equal_the_closed_form_from_above(rate, multiplier)
 
 
 def test_masses_are_a_distribution():
-    for profile in (sampled_gaussian(0.04, 1.2), trials.profile(MNIST), trials.profile(replace(MNIST, releases="yz"))):
+    for profile in (
+        sampled_gaussian(0.04, 1.2),
+        accept_reject.profile(MNIST),
+        accept_reject.profile(replace(MNIST, releases="yz")),
+    ):
         lowest, masses, infinite = connect_dots(profile, 1e-4)
         losses = (lowest + np.arange(len(masses))) * 1e-4
         assert masses.sum() + infinite == pytest.approx(1, abs=1e-9)
@@ -91,13 +95,13 @@ def test_charging_both_samples_of_every_trial(count, published):
     ],
 )
 def test_values_for_other_data(trial, accepted, published):
-    low, high = trials.acceptance(trial)
+    low, high = accept_reject.acceptance(trial)
     for chance, value in zip((high, low), published, strict=True):
         assert epsilon({trial: round(accepted / chance)}, DELTA) == pytest.approx(value, abs=4e-3)
 
 
 def test_renyi_divergence_of_one_trial():
-    curve = dict(zip(np.round(rdp.ORDERS, 6), trials.curves([MNIST])[0], strict=True))
+    curve = dict(zip(np.round(rdp.ORDERS, 6), accept_reject.curves([MNIST])[0], strict=True))
     assert np.interp(8.0, list(curve), list(curve.values())) == pytest.approx(1.06e-4, rel=0.01)
     assert curve[32.0] == pytest.approx(4.4e-4, rel=0.01)
 
@@ -111,7 +115,7 @@ def ratio(trial: Trial, points: np.ndarray) -> np.ndarray:
 
 
 def brute_candidate_only(trial: Trial, loss: float) -> tuple[float, float]:
-    low, high = trials.acceptance(trial)
+    low, high = accept_reject.acceptance(trial)
     points = np.linspace(-12, 16, 100_001)
     weights, T, g, q = (
         norm.pdf(points) * (points[1] - points[0]),
@@ -148,7 +152,7 @@ def brute_candidate_only(trial: Trial, loss: float) -> tuple[float, float]:
 )
 def test_candidate_only_equals_the_formula(trial):
     losses = np.array([0.0, 0.004, 0.05, 0.3, 0.8])
-    remove, add = both(trials.profile(trial), losses)
+    remove, add = both(accept_reject.profile(trial), losses)
     for i, loss in enumerate(losses):
         assert (remove[i], add[i]) == pytest.approx(brute_candidate_only(trial, loss), rel=1e-5, abs=1e-9)
 
@@ -178,7 +182,7 @@ def brute_with_statistic(trial: Trial, loss: float) -> tuple[float, float]:
 def test_statistic_too_equals_the_formula_from_above(loss):
     trial = replace(COARSE_TRIAL, releases="yz")
     grid = np.arange(3201) * 1e-4
-    remove, add = both(trials.profile(trial), grid)
+    remove, add = both(accept_reject.profile(trial), grid)
     at = round(loss / 1e-4)
     brute = brute_with_statistic(trial, loss)
     assert (remove[at], add[at]) == pytest.approx(brute, rel=2e-3, abs=1e-6)
@@ -196,7 +200,7 @@ def test_statistic_too_equals_the_formula_from_above(loss):
 def test_no_adversary_exceeds_the_candidate_profile(acceptances, loss, shrink):
     """Acceptance probabilities, with and without the example, that depend on the candidate through three regions."""
     trial, g = COARSE_TRIAL, exp(loss)
-    low, high = trials.acceptance(trial)
+    low, high = accept_reject.acceptance(trial)
     cuts, shift = np.array([-inf, -0.3, 1.1, inf]), shrink / trial.multiplier  # a smaller gradient is an adversary too
     rejected_with = rejected_without = 1.0
     gain_remove = gain_add = 0.0
@@ -211,7 +215,7 @@ def test_no_adversary_exceeds_the_candidate_profile(acceptances, loss, shrink):
         gain_add += float(np.maximum(without - g * accept_with, 0) @ (weights * inside))
         rejected_with -= float(accept_with @ (weights * inside))
         rejected_without -= without * float(weights @ inside)
-    remove, add = both(trials.profile(trial), np.array([loss, loss + 1]))
+    remove, add = both(accept_reject.profile(trial), np.array([loss, loss + 1]))
     assert gain_remove + max(rejected_with - g * rejected_without, 0) <= remove[0] + 1e-6
     assert gain_add + max(rejected_without - g * rejected_with, 0) <= add[0] + 1e-6
 
@@ -220,7 +224,7 @@ def test_the_published_total_fails_its_counterexample_and_ours_covers_it():
     """Candidates of pure noise; one record flips which half of them the test prefers (docs/theorems.md 3)."""
     accepted, noise, threshold = 100, 10.0, -40.0
     trial = Trial(1e-6, 1e3, 1.0, noise, threshold)
-    low, high = trials.acceptance(trial)
+    low, high = accept_reject.acceptance(trial)
     claim = accounting.published_claim_epsilon(accepted, 0.0, 1.0, 1.0, noise, DELTA)
     assert claim == pytest.approx(4.729, abs=0.001)  # 4.377 by a loss distribution
     # What an accepted candidate's sign reveals is randomised response with epsilon log(high / low).
@@ -253,10 +257,12 @@ def test_candidate_costs_less_than_with_statistic_costs_less_than_both_samples(
     alone = Trial(rate, multiplier, rate_v, multiplier_v, threshold, "y")
     told = replace(alone, releases="yz")
     full = rdp.curves([rate, rate_v], [multiplier, multiplier_v]).sum(axis=0)
-    curve = trials.curves([alone, told])
+    curve = accept_reject.curves([alone, told])
     assert np.all(curve <= full * (1 + 1e-12))
     grid = np.arange(2000) * 1e-3
-    for lesser, greater in zip(both(trials.profile(alone), grid), both(trials.profile(told), grid), strict=True):
+    for lesser, greater in zip(
+        both(accept_reject.profile(alone), grid), both(accept_reject.profile(told), grid), strict=True
+    ):
         assert np.all(lesser <= greater + 1e-12)
         assert np.all(np.diff(greater) <= 1e-12)
 
@@ -264,11 +270,11 @@ def test_candidate_costs_less_than_with_statistic_costs_less_than_both_samples(
 @pytest.mark.parametrize("trial", [COARSE_TRIAL, MNIST, replace(COARSE_TRIAL, multiplier=0.6)])
 def test_renyi_divergence_covers_the_adversary_who_always_flips_the_test(trial):
     """Accepted with probability `low` without the example and `high` with it: at every order, into the tails."""
-    low, high = trials.acceptance(trial)
+    low, high = accept_reject.acceptance(trial)
     jump = 1 + trial.validation_rate * (high / low - 1)
     candidate = rdp.curves([trial.rate], [trial.multiplier])[0]
     log_moments = (rdp.ORDERS - 1) * candidate + rdp.ORDERS * log(jump) + log(low)
-    assert np.all(trials.curves([trial])[0] >= log_moments / (rdp.ORDERS - 1) * (1 - 1e-9))
+    assert np.all(accept_reject.curves([trial])[0] >= log_moments / (rdp.ORDERS - 1) * (1 - 1e-9))
 
 
 def test_renyi_epsilon_is_above_the_distribution():
@@ -278,9 +284,9 @@ def test_renyi_epsilon_is_above_the_distribution():
 
 
 def test_acceptance_probabilities():
-    low, high = trials.acceptance(Trial(0.1, 1.0, 0.1, 1.3, -1.0))
+    low, high = accept_reject.acceptance(Trial(0.1, 1.0, 0.1, 1.3, -1.0))
     assert (round(low, 3), round(high, 3)) == (0.221, 0.5)
-    wide = trials.acceptance(Trial(0.1, 1.0, 0.1, 1.3, -1.0, half_range=5.0))
+    wide = accept_reject.acceptance(Trial(0.1, 1.0, 0.1, 1.3, -1.0, half_range=5.0))
     assert wide == pytest.approx((ndtr(-10 / 1.3), 0.5))
 
 
@@ -309,7 +315,9 @@ def test_a_threshold_out_of_reach_is_refused():
 
 def test_trials_are_recorded_as_json():
     assert Question.from_json(MNIST.to_json()) == MNIST
-    assert log(trials.acceptance(MNIST)[1] / trials.acceptance(MNIST)[0]) == pytest.approx(log(2.37), abs=0.01)
+    assert log(accept_reject.acceptance(MNIST)[1] / accept_reject.acceptance(MNIST)[0]) == pytest.approx(
+        log(2.37), abs=0.01
+    )
 
 
 @pytest.mark.parametrize("multiplier", [0.3, 0.1, 0.05, 0.02, 0.003])

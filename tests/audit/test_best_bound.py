@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vestige.accounting.lower_bounds.bounds import (
+from vestige.accounting.lower_bounds.bounds_from_scores import (
     area_lower_bound,
     best_lower_bound,
     epsilon_lower_bound,

@@ -8,13 +8,13 @@ from torch import nn
 import faults
 import vestige
 from vestige.audit.one_run import read
-from vestige.engines.canaries import Canaries, CanaryBatch, PlantedEngine, PlantedExamples
+from vestige.engines.audit_canaries import Canaries, CanaryBatch, PlantedEngine, PlantedExamples
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.examples import Examples
 from vestige.questions import SampledGaussian
-from vestige.records import RunResult
+from vestige.run_records import RunResult
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy

@@ -16,7 +16,7 @@ from vestige.accounting.lower_bounds import selective_updates
 from vestige.accounting.lower_bounds.selective_updates import Claimed, certify, laws
 from vestige.audit.published_epsilons import STUDIES, claim, decayed_updates, readings, updates_for
 from vestige.cli.main import app
-from vestige.compare.presets import published
+from vestige.compare.paper_presets import published
 
 LEAKY = Claimed(rate=0.2, sigma_t=2.0, validation_rate=0.4, sigma_v=1.3, threshold=-1.5, buffer=2)
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from vestige.accounting.ledger import Ledger
 from vestige.budget import Account, Book, BookError, attach, pay, terms, usual
-from vestige.budget.account import BLOCKS, Provenance, account_of, rows_file
 from vestige.budget.book import State
 from vestige.budget.identity import RowSet, fingerprint, hashes_of, make_key
+from vestige.budget.spending import BLOCKS, Provenance, account_of, rows_file
 from vestige.budget.verify import verify
 from vestige.methods.registry import METHODS
 from vestige.questions import BudgetSpent, CyclicGaussian, Gaussian, GroupedGaussian, SampledGaussian

@@ -12,7 +12,7 @@ import pytest
 from commands import as_json, vestige
 from vestige.accounting.ledger import Ledger
 from vestige.budget import Book, BookError, attach, slots_of, storage, terms, usual
-from vestige.budget.account import Provenance
+from vestige.budget.spending import Provenance
 from vestige.budget.verify import verify
 from vestige.questions import BudgetSpent, Gaussian
 

@@ -11,7 +11,7 @@ from commands import as_json, vestige
 from vestige.accounting.ledger import Ledger
 from vestige.budget import Book, attach, pay, slots_of, terms, usual
 from vestige.cli.books.page import page
-from vestige.compare.execute import Machine
+from vestige.compare.execute_run import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.payment import paid
 from vestige.files import read_json

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from commands import vestige
 from comparisons import TINY
 from vestige.cli import compare, main
-from vestige.cli.progress import _cell, _marks, check_tasks
+from vestige.cli.run_comparison import _cell, _marks, check_tasks
 from vestige.compare.arguments import contenders
 from vestige.compare.specification import Problem
 from vestige.compare.statistics import seeds_to_tell

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commands import started, vestige
-from vestige.cli.progress import Execution, make_runs
+from vestige.cli.run_comparison import Execution, make_runs
 from vestige.cli.terminal import sigterm_as_ctrl_c
 from vestige.compare.runner import Status
 from vestige.training.job import complete, load, start

@@ -7,7 +7,7 @@ import pytest
 from commands import as_json, vestige
 from vestige.audit import dpsgd_br_table3
 from vestige.audit.inference import NON_PRIVATE
-from vestige.compare.presets import published
+from vestige.compare.paper_presets import published
 
 
 def cell(value):

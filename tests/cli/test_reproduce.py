@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vestige.audit import inference
 from vestige.cli.main import app
 from vestige.cli.reproduce import _without_privacy
-from vestige.compare import presets
+from vestige.compare import paper_presets
 
 
 def test_the_column_without_privacy_stands_beside_the_printed_one(tmp_path, monkeypatch):
@@ -19,7 +19,7 @@ def test_the_column_without_privacy_stands_beside_the_printed_one(tmp_path, monk
     for image, label in zip(images, labels, strict=True):
         image[2 * label : 2 * label + 4] = 250  # a stripe says which
     np.savez(tmp_path / "mnist.npz", x_train=images, y_train=labels, x_test=images[:100], y_test=labels[:100])
-    preset = presets.find("br-table2")
+    preset = paper_presets.find("br-table2")
     assert preset.nonprivate_epochs == 20
     assert "non-private" not in {printed.label for printed in preset.printed}  # no run of a comparison has it
     whole = preset.specification(str(tmp_path))
@@ -36,7 +36,7 @@ def test_table_2_has_every_method_of_the_paper_on_its_own_network():
     printed = {
         (each.task, each.label)
         for name in ("br-table2", "br-table2-hf", "br-table2-cnn")
-        for each in presets.find(name).printed
+        for each in paper_presets.find(name).printed
     }
     for dataset in ("mnist", "fmnist", "cifar10"):
         wanted = {(f"{dataset}-ts", "dpsgd-ts"), (f"{dataset}-hf", "dpsgd-hf"), (f"{dataset}-cnn", "dpsgd")}

@@ -7,14 +7,14 @@ import pytest
 
 from comparisons import TINY, files
 from vestige import accounting, tasks
-from vestige.compare import execute, runner, runs
+from vestige.compare import execute_run, run_grid, runner
 from vestige.compare.arguments import contenders
-from vestige.compare.execute import Machine
+from vestige.compare.execute_run import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
 from vestige.layout import Layout
 from vestige.methods.registry import METHODS, make_method
-from vestige.records import FailedRun, PrivacyTarget
+from vestige.run_records import FailedRun, PrivacyTarget
 from vestige.training import planning
 
 
@@ -73,7 +73,7 @@ def test_any_contender_may_clip_by_layers(tmp_path):
 
 @pytest.mark.slow
 def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
-    named = [name for name in METHODS if execute._can_stack("digits-mlp", None, name, "{}", 0.1)]
+    named = [name for name in METHODS if execute_run._can_stack("digits-mlp", None, name, "{}", 0.1)]
     alone = {"dp-is", "dpsur", "dpsgd-br", "dp-micro-adam", "dp-muon", "geoclip"}
     assert set(named) == set(METHODS) - alone
     everything = replace(
@@ -111,7 +111,7 @@ def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
     method = planning.settled(make_method(name), request)
     layout = Layout.of(loaded.model, method.grouping)
     alone = planning.plan(loaded.model, layout, method, 1000, request)
-    assert execute._calibrated(execute._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier
+    assert execute_run._calibrated(execute_run._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier
 
 
 @pytest.mark.parametrize("stack", [True, False])
@@ -132,7 +132,7 @@ def test_the_test_set_is_never_looked_at_more_often_than_was_asked(tmp_path, sta
 
 def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(monkeypatch):
     spec = replace(TINY, rates=("auto",))
-    batch = list(runs.final_runs(spec, runs.grid_of(spec), {}))[:8]
+    batch = list(run_grid.final_runs(spec, run_grid.grid_of(spec), {}))[:8]
     held = []
 
     class Held:
@@ -146,9 +146,9 @@ def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(mon
         yield mine
 
     alive: list[int] = []
-    monkeypatch.setattr(execute, "_stacked", stacked)
-    monkeypatch.setattr(execute, "_alone_or_failed", lambda run, machine: FailedRun(run, ""))
-    assert len(list(execute.perform(batch, Machine()))) == 8
+    monkeypatch.setattr(execute_run, "_stacked", stacked)
+    monkeypatch.setattr(execute_run, "_alone_or_failed", lambda run, machine: FailedRun(run, ""))
+    assert len(list(execute_run.perform(batch, Machine()))) == 8
     assert max(alive) == 1
 
 
@@ -171,24 +171,24 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     def breaks(*arguments, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr(execute.stacked, "Stack", breaks)
+    monkeypatch.setattr(execute_run.stacked, "Stack", breaks)
     whole = files(runner.compare(tmp_path / "d", replace(TINY, rates=("auto",)))).values()
     assert {(record["status"], record["stacked"]) for record in whole} == {("done", 1)}
-    monkeypatch.setattr(execute, "start", breaks)
+    monkeypatch.setattr(execute_run, "start", breaks)
     failed = runner.compare(tmp_path / "e", replace(TINY, rates=("auto",))).records().values()
     assert all("does not fit in memory" in record.error for record in failed)
 
 
 def test_memory_that_runs_out_while_a_stack_is_prepared_makes_it_smaller(monkeypatch):
     spec = replace(TINY, rates=("auto",))
-    batch = list(runs.final_runs(spec, runs.grid_of(spec), {}))[:4]
+    batch = list(run_grid.final_runs(spec, run_grid.grid_of(spec), {}))[:4]
 
     def prepared(run, machine):
         raise MemoryError
 
-    monkeypatch.setattr(execute, "_prepared", prepared)
-    monkeypatch.setattr(execute, "_alone_or_failed", lambda run, machine: FailedRun(run, "made alone"))
-    assert [record.error for record in execute.perform(batch, Machine())] == ["made alone"] * 4
+    monkeypatch.setattr(execute_run, "_prepared", prepared)
+    monkeypatch.setattr(execute_run, "_alone_or_failed", lambda run, machine: FailedRun(run, "made alone"))
+    assert [record.error for record in execute_run.perform(batch, Machine())] == ["made alone"] * 4
 
 
 def test_a_failing_run_is_recorded_and_the_rest_go_on(tmp_path):
@@ -216,7 +216,7 @@ def test_a_budget_without_a_valid_accountant_is_one_line(tmp_path, monkeypatch):
         raise ValueError("epsilon=3.0 cannot be reached: no theorem prices this")
 
     monkeypatch.setattr(accounting, "calibrate", refuse)
-    execute._calibrated.cache_clear()
+    execute_run._calibrated.cache_clear()
     records = runner.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records().values()
     assert {record.error for record in records} == {"epsilon=3.0 cannot be reached: no theorem prices this"}
 
@@ -224,7 +224,7 @@ def test_a_budget_without_a_valid_accountant_is_one_line(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monkeypatch):
     sizes = []
-    real = execute.stacked.Stack
+    real = execute_run.stacked.Stack
 
     def small(members, *arguments, **options):
         sizes.append(len(members))
@@ -232,7 +232,7 @@ def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monke
             raise MemoryError
         return real(members, *arguments, **options)
 
-    monkeypatch.setattr(execute.stacked, "Stack", small)
+    monkeypatch.setattr(execute_run.stacked, "Stack", small)
     records = files(runner.compare(tmp_path / "c", replace(TINY, rates=("auto",))))
     assert len(records) == 12
     assert max(sizes) == 12
@@ -241,14 +241,14 @@ def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monke
     def never(*arguments, **options):
         raise MemoryError("cannot allocate 10 GiB")
 
-    monkeypatch.setattr(execute, "start", never)
+    monkeypatch.setattr(execute_run, "start", never)
     failed = runner.compare(tmp_path / "d", replace(TINY, rates=("auto",)), machine=Machine(stack=False)).records()
     assert all("does not fit in memory" in record.error for record in failed.values())
 
 
 def test_a_stack_that_ends_half_way_tells_nothing_twice(tmp_path, monkeypatch):
     spec = replace(TINY, rates=("auto",))
-    batch = list(runs.final_runs(spec, runs.grid_of(spec), {}))[:4]
+    batch = list(run_grid.final_runs(spec, run_grid.grid_of(spec), {}))[:4]
 
     def stacked(batch, machine):
         yield FailedRun(batch[0], f"in a stack of {len(batch)}")
@@ -256,7 +256,7 @@ def test_a_stack_that_ends_half_way_tells_nothing_twice(tmp_path, monkeypatch):
             raise MemoryError
         yield from (FailedRun(run, f"in a stack of {len(batch)}") for run in batch[1:])
 
-    monkeypatch.setattr(execute, "_stacked", stacked)
-    monkeypatch.setattr(execute, "_alone_or_failed", lambda run, machine: FailedRun(run, "alone"))
-    records = list(execute.perform(batch, Machine()))
+    monkeypatch.setattr(execute_run, "_stacked", stacked)
+    monkeypatch.setattr(execute_run, "_alone_or_failed", lambda run, machine: FailedRun(run, "alone"))
+    records = list(execute_run.perform(batch, Machine()))
     assert sorted(record.id for record in records) == sorted(run.id for run in batch)

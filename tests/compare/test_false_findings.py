@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from comparisons import TINY, fake, known
-from vestige.compare import runs, tables
+from vestige.compare import result_rows, run_grid
 from vestige.compare.statistics import seeds_to_tell
 
 
@@ -59,11 +59,11 @@ def test_choosing_and_judging_real_records_says_what_the_simulation_says():
     """The same numbers through the trials' records, the choice of each seed, and the table."""
     seeds = tuple(range(7))
     spec = replace(TINY, budgets=TINY.budgets[:1], rates=("tuned",), seeds=seeds)
-    grid = runs.tuning_grid(spec, known())
+    grid = run_grid.tuning_grid(spec, known())
     generator = np.random.default_rng(5)
-    records = {run.id: fake(run, float(generator.normal(0.8, 0.05))) for run in runs.tuning_runs(spec, grid)}
+    records = {run.id: fake(run, float(generator.normal(0.8, 0.05))) for run in run_grid.tuning_runs(spec, grid)}
     at = {0.5: 0.7, 1.0: 0.8, 2.0: 0.9}
-    finals = [run for run in runs.due(spec, grid, records) if run.stage == "tuned"]
+    finals = [run for run in run_grid.due(spec, grid, records) if run.stage == "tuned"]
     assert len({(run.label, run.factor) for run in finals}) > 3, "every seed has its own choice"
     records |= {run.id: fake(run, at[run.factor] + 0.001 * run.seed) for run in finals}
     expected = {}
@@ -74,11 +74,11 @@ def test_choosing_and_judging_real_records_says_what_the_simulation_says():
                 r.run.factor: r.score for r in records.values() if (r.run.label, r.run.seed) == (label, 1000 + place)
             }
             expected[label][seed] = at[max(scores, key=scores.get)] + 0.001 * seed
-    made = {row["method"]: row for row in tables.rows(records.values(), "dp-sgd")}
+    made = {row["method"]: row for row in result_rows.rows(records.values(), "dp-sgd")}
     for label, values in expected.items():
         assert made[label]["mean"] == pytest.approx(np.mean(list(values.values())))
-    judged = tables.judge(
-        {tables.RowKey("digits-mlp", "epsilon 3", "tuned", label): values for label, values in expected.items()},
+    judged = result_rows.judge(
+        {result_rows.RowKey("digits-mlp", "epsilon 3", "tuned", label): values for label, values in expected.items()},
         "dp-sgd",
     )
     ((_, verdict),) = judged.items()

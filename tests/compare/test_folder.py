@@ -8,11 +8,11 @@ import pytest
 
 from commands import finished
 from comparisons import AUTO, TINY, fake
-from vestige.compare import runner, runs
+from vestige.compare import run_grid, runner
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender, Problem
 from vestige.compare.verify import verify_comparison
-from vestige.records import PrivacyTarget
+from vestige.run_records import PrivacyTarget
 
 
 def test_torn_and_foreign_records_are_left_out_named_and_made_again(tmp_path):
@@ -144,7 +144,7 @@ STRANGERS = {
 def test_records_of_another_comparison_are_left_out_and_named(small, tmp_path, stranger):
     copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
     other = replace(AUTO, **STRANGERS[stranger])
-    run = runs.due(other, runs.grid_of(other), {})[0]
+    run = run_grid.due(other, run_grid.grid_of(other), {})[0]
     copy.write(fake(run, 0.5))
     assert len(copy.records()) == 2
     assert "no run of this comparison" in copy.unreadable[f"{run.id}.json"]
@@ -155,13 +155,13 @@ def test_runs_with_their_curve_and_at_rates_that_lost_are_no_strangers(tmp_path)
     spec = replace(TINY, seeds=(0,), budgets=(PrivacyTarget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
-    grid = runs.grid_of(spec)
-    tuning = {run.id: fake(run, run.factor) for run in runs.tuning_runs(spec, grid)}
-    finals = [run for run in runs.final_runs(spec, grid, tuning) if run.stage == "tuned"]
+    grid = run_grid.grid_of(spec)
+    tuning = {run.id: fake(run, run.factor) for run in run_grid.tuning_runs(spec, grid)}
+    finals = [run for run in run_grid.final_runs(spec, grid, tuning) if run.stage == "tuned"]
     kept = [
         replace(finals[0], evaluations=20),
         replace(finals[1], factor=0.5),  # of a trial that won before
-        *runs.tuning_runs(spec, grid),
+        *run_grid.tuning_runs(spec, grid),
     ]
     for run in kept:
         home.write(fake(run, 0.5))
@@ -173,7 +173,7 @@ def test_runs_with_their_curve_and_at_rates_that_lost_are_no_strangers(tmp_path)
 def test_a_folder_without_a_specification_takes_every_record(tmp_path):
     pool = ComparisonFolder(tmp_path)
     pool.runs.mkdir()
-    two = [runs.due(each, runs.grid_of(each), {})[0] for each in (AUTO, replace(AUTO, steps=3))]
+    two = [run_grid.due(each, run_grid.grid_of(each), {})[0] for each in (AUTO, replace(AUTO, steps=3))]
     for run in two:
         pool.write(fake(run, 0.5))
     assert set(pool.records()) == {run.id for run in two}

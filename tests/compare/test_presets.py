@@ -8,23 +8,23 @@ import pytest
 
 from comparisons import AUTO, fake
 from vestige import accounting, tasks
-from vestige.cli.progress import Execution
 from vestige.cli.reproduce import reproduce
-from vestige.compare import presets, runner, runs
-from vestige.compare.execute import Machine, perform, stackable
+from vestige.cli.run_comparison import Execution
+from vestige.compare import paper_presets, run_grid, runner
+from vestige.compare.execute_run import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Problem
 from vestige.methods.registry import METHODS, make_method
 from vestige.questions import SampledGaussian
-from vestige.records import PrivacyTarget
+from vestige.run_records import PrivacyTarget
 
 
 def test_every_table_and_figure_is_there_and_its_methods_take_its_options():
-    names = set(presets.PRESETS)
+    names = set(paper_presets.PRESETS)
     assert {f"fo-table{i}" for i in (1, 2, 3)} | {f"fo-fig{i}" for i in range(1, 9)} <= names
     assert {"sma-table2", "sma-table3", "sma-table4", "sma-fig2", "sma-fig3", "sma-fig4", "sma-fig5"} <= names
     assert {"br-table2", "br-table4", "br-fig4", "br-fig5", "br-fig6", "br-fig7", "br-fig8"} <= names
-    for preset in presets.PRESETS.values():
+    for preset in paper_presets.PRESETS.values():
         assert preset.notes
         whole = preset.full
         labels = {contender.label for contender in whole.contenders}
@@ -42,28 +42,28 @@ def test_every_table_and_figure_is_there_and_its_methods_take_its_options():
 
 
 def test_the_printed_figures_are_the_papers():
-    finals = {printed.label: printed.value for printed in presets.find("fo-table3").printed}
+    finals = {printed.label: printed.value for printed in paper_presets.find("fo-table3").printed}
     assert finals["fo beta 0.90"] == 0.3654
     assert finals["fo beta 1.00"] == 0.3241
-    br = {printed.name: printed.value for printed in presets.find("br-table2").printed}
+    br = {printed.name: printed.value for printed in paper_presets.find("br-table2").printed}
     assert br["cifar10, epsilon 3, dpsgd-br"] == 71.52
     with pytest.raises(ValueError, match="did you mean 'fo-table3'"):
-        presets.find("fo-tabel3")
+        paper_presets.find("fo-tabel3")
 
 
 def test_ours_stands_beside_the_printed(folder):
     budget = PrivacyTarget("noise_multiplier", 1.0)
     preset = replace(
-        presets.find("fo-table3"),
+        paper_presets.find("fo-table3"),
         printed=(
-            presets.Printed("a", 0.5, "dp-sgd"),
-            presets.Printed("b", 50.0, "dp-sgd", "accuracy in percent", "digits-mlp", budget),
-            presets.Printed("c", 1.0, "nobody"),
+            paper_presets.Printed("a", 0.5, "dp-sgd"),
+            paper_presets.Printed("b", 50.0, "dp-sgd", "accuracy in percent", "digits-mlp", budget),
+            paper_presets.Printed("c", 1.0, "nobody"),
         ),
     )
     everything = ComparisonFolder(folder).records().values()
     records = [record for record in everything if record.run.stage == "auto" and record.run.label == "dp-sgd"]
-    rows = presets.beside(preset, everything)
+    rows = paper_presets.beside(preset, everything)
     mean = sum(record.accuracy for record in records) / len(records)
     assert rows[0]["ours_at_auto"] == pytest.approx(mean)
     assert rows[0]["ours"] is None
@@ -73,18 +73,18 @@ def test_ours_stands_beside_the_printed(folder):
     ratio = replace(
         preset,
         printed=(
-            presets.Printed("x", 1.0, "dp-sgd", "relative seconds"),
-            presets.Printed("y", 1.02, "fo", "relative seconds"),
+            paper_presets.Printed("x", 1.0, "dp-sgd", "relative seconds"),
+            paper_presets.Printed("y", 1.02, "fo", "relative seconds"),
         ),
     )
-    assert presets.beside(ratio, everything)[0]["ours_at_auto"] == pytest.approx(1.0)
+    assert paper_presets.beside(ratio, everything)[0]["ours_at_auto"] == pytest.approx(1.0)
 
 
 def test_the_papers_terms_and_one_epsilon_are_never_mixed():
     """Accuracy 0.1 at the paper's sigma and rate, 0.2 there at auto, 0.3 at the one epsilon: each in its own column."""
-    preset = presets.find("fo-table3")
+    preset = paper_presets.find("fo-table3")
 
-    pattern = replace(runs.due(AUTO, runs.grid_of(AUTO), {})[0], task="cifar10-mlp")
+    pattern = replace(run_grid.due(AUTO, run_grid.grid_of(AUTO), {})[0], task="cifar10-mlp")
 
     def records(label):
         sigma, epsilon = PrivacyTarget("paper_sigma", 1.1), PrivacyTarget("epsilon", 17.4)
@@ -94,15 +94,15 @@ def test_the_papers_terms_and_one_epsilon_are_never_mixed():
             for budget, stage, accuracy in rows
         ]
 
-    row = next(row for row in presets.beside(preset, records("fo beta 0.90")) if row["printed"] == 0.3654)
+    row = next(row for row in paper_presets.beside(preset, records("fo beta 0.90")) if row["printed"] == 0.3654)
     assert (row["ours"], row["ours_at_auto"], row["ours_at_equal_epsilon"]) == (0.1, 0.2, 0.3)
-    row = next(row for row in presets.beside(preset, records("dp-adam")) if row["printed"] == 0.2438)
+    row = next(row for row in paper_presets.beside(preset, records("dp-adam")) if row["printed"] == 0.2438)
     assert row["ours"] == 0.2  # the paper gives no rate for dp-adam
 
 
 @pytest.mark.parametrize("name", [f"fo-fig{i}" for i in (1, 2, 3, 4, 5, 6, 8)] + ["fo-table3", "fo-alpha"])
 def test_accuracies_are_compared_at_one_sigma_and_at_one_epsilon(name):
-    budgets = presets.find(name).full.budgets
+    budgets = paper_presets.find(name).full.budgets
     assert [budget.kind for budget in budgets] == ["paper_sigma", "epsilon"]
     spent = accounting.epsilon({SampledGaussian(0.04, budgets[0].value / 0.9): 6250}, 1e-5)
     assert budgets[1].value == pytest.approx(spent, abs=0.05)
@@ -119,18 +119,18 @@ def images(path, each, shape=(32, 32, 3), seed=0):
     return str(path)
 
 
-PROTOCOLS = [name for name, preset in presets.PRESETS.items() if preset.full.subset is not None]
+PROTOCOLS = [name for name, preset in paper_presets.PRESETS.items() if preset.full.subset is not None]
 
 
 def test_a_preset_is_its_protocol_whatever_file_it_is_given(tmp_path, monkeypatch):
     """The first 500 and 200 of each class, batch 200, cut from a larger dataset; what is smaller is refused."""
     assert all(name.startswith(("fo-", "sma-", "balance-")) for name in PROTOCOLS)
-    assert all(preset.name in PROTOCOLS or preset.whole for preset in presets.PRESETS.values())
+    assert all(preset.name in PROTOCOLS or preset.whole for preset in paper_presets.PRESETS.values())
     data = images(tmp_path / "cifar10.npz", (530, 210))
-    preset = presets.find("fo-table1")
+    preset = paper_presets.find("fo-table1")
     specification = preset.specification(data)
-    assert all(run.subset == (5000, 2000) for run in runs.due(specification, runs.grid_of(specification), {}))
-    (found,) = presets.taken(preset, specification).values()
+    assert all(run.subset == (5000, 2000) for run in run_grid.due(specification, run_grid.grid_of(specification), {}))
+    (found,) = paper_presets.taken(preset, specification).values()
     assert found["expected_batch"] == 200
     assert len(found["train"]) == 5000
     assert len(found["test"]) == 2000
@@ -140,7 +140,7 @@ def test_a_preset_is_its_protocol_whatever_file_it_is_given(tmp_path, monkeypatc
     )
     few = images(tmp_path / "few.npz", (499, 210))
     with pytest.raises(ValueError, match="training rows hold 499 of class 0, and the protocol takes the first 500"):
-        presets.taken(preset, preset.specification(few))
+        paper_presets.taken(preset, preset.specification(few))
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_a_cut_dataset_and_the_whole_one_give_the_same_records(tmp_path):
     task = tasks.load("cifar10-mlp", whole, subset=(5000, 2000))
     with np.load(whole) as file:
         np.savez(tmp_path / "cut.npz", **{k: file[k][getattr(task.rows, k.split("_")[1]).numpy()] for k in file})
-    preset = presets.find("fo-fig4")
+    preset = paper_presets.find("fo-fig4")
     specification = replace(
         preset.specification(None, small=True, seeds=2, reproducible=True),
         budgets=preset.full.budgets[:1],
@@ -159,7 +159,7 @@ def test_a_cut_dataset_and_the_whole_one_give_the_same_records(tmp_path):
         rates=("given",),
     )
     specification = replace(specification, problems=(Problem("cifar10-mlp", None, {"steps": 3}),))
-    due = runs.due(specification, runs.grid_of(specification), {})
+    due = run_grid.due(specification, run_grid.grid_of(specification), {})
     made = []
     for data, stack in ((whole, True), (str(tmp_path / "cut.npz"), True), (whole, False)):
         machine = Machine("cpu", {"cifar10-mlp": data}, stack)
@@ -175,13 +175,13 @@ def test_a_cut_dataset_and_the_whole_one_give_the_same_records(tmp_path):
 
 def test_whole_datasets_are_asked_for_where_the_paper_has_them(tmp_path):
     data = images(tmp_path / "mnist.npz", (2, 1), (28, 28))
-    preset = presets.find("br-fig4")
+    preset = paper_presets.find("br-fig4")
     assert preset.whole == {"mnist-ts": (60_000, 10_000), "fmnist-ts": (60_000, 10_000)}
     with pytest.raises(
         ValueError, match="holds 20 training and 10 test examples of mnist-ts, and br-fig4 takes all 60,000"
     ):
-        presets.taken(preset, preset.specification(data))
-    found = presets.taken(preset, preset.specification(data, small=True), small=True)
+        paper_presets.taken(preset, preset.specification(data))
+    found = paper_presets.taken(preset, preset.specification(data, small=True), small=True)
     assert (
         "20 training and 10 test examples of mnist-ts, where the paper has 60,000 and 10,000"
         in found["mnist-ts"]["line"]
@@ -189,7 +189,7 @@ def test_whole_datasets_are_asked_for_where_the_paper_has_them(tmp_path):
 
 
 def test_every_deviation_that_was_asked_for_is_said():
-    preset = presets.find("fo-table3")
+    preset = paper_presets.find("fo-table3")
     assert preset.assumed(preset.specification(None)) == list(preset.notes)
     other = preset.specification(None, small=True, seeds=13, reproducible=True)
     assert other.seeds == tuple(range(13))
@@ -215,14 +215,14 @@ def test_runs_that_are_timed_are_made_alone(tmp_path, monkeypatch):
 
 
 def test_a_preset_about_seconds_is_continued_one_run_after_another(tmp_path):
-    assert not presets.timed_in(tmp_path)
+    assert not paper_presets.timed_in(tmp_path)
     for name, timed in (("fo-table1", True), ("fo-table3", False)):
         (tmp_path / "preset.json").write_text(json.dumps({"preset": name, "small": True}))
-        assert presets.timed_in(tmp_path) is timed
+        assert paper_presets.timed_in(tmp_path) is timed
     for nothing in ([], {}, {"preset": 3, "small": True}):
         (tmp_path / "preset.json").write_text(json.dumps(nothing))
         with pytest.raises(ValueError, match="names no preset"):
-            presets.timed_in(tmp_path)
+            paper_presets.timed_in(tmp_path)
     with pytest.raises(ValueError, match="leave --workers"):
         Execution(workers=2, alone=True).check()
     Execution(workers=1, alone=True).check()

@@ -16,18 +16,18 @@ import pytest
 
 import vestige
 from comparisons import AUTO, TINY, fake
-from vestige.compare import runner, runs, tables
-from vestige.compare.execute import Machine
+from vestige.compare import result_rows, run_grid, runner
+from vestige.compare.execute_run import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
-from vestige.records import PrivacyTarget, completed, failed
+from vestige.run_records import PrivacyTarget, completed, failed
 
 
 def test_a_whole_comparison_and_its_continuation(tmp_path):
     seen = []
     home = runner.compare(tmp_path / "c", TINY, on_progress=seen.append)
     records = home.records()
-    assert len(records) == runs.total(TINY, runs.grid_of(TINY)) == 12 * 3 + 2 * 2 * 2 * 3
+    assert len(records) == run_grid.total(TINY, run_grid.grid_of(TINY)) == 12 * 3 + 2 * 2 * 2 * 3
     assert len(completed(records.values())) == len(records)
     assert seen[-1].done == seen[-1].total
     assert "at epsilon" in seen[-1].best
@@ -43,7 +43,7 @@ def test_a_whole_comparison_and_its_continuation(tmp_path):
     runner.compare(tmp_path / "c", TINY)
     assert set(home.runs.iterdir()) == set(before)
     assert sum(path.stat().st_mtime_ns != stamp for path, stamp in before.items()) == 1
-    priced = tables.tuning_prices(TINY, runs.grid_of(TINY), home.records())
+    priced = result_rows.tuning_prices(TINY, run_grid.grid_of(TINY), home.records())
     assert all(row["epsilon_with_tuning"] > row["epsilon_one_run"] for row in priced)
 
 
@@ -70,7 +70,7 @@ def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):
 
 
 def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):
-    due = runs.due(replace(TINY, rates=("auto",)), runs.grid_of(TINY), {})
+    due = run_grid.due(replace(TINY, rates=("auto",)), run_grid.grid_of(TINY), {})
     assert [run.method for run in due[:6]] == ["dp-sgd"] * 3 + ["fo-dp-sgd"] * 3, "by budget, as they are planned"
     first = runner.next_batch(due, Machine(), 2)
     second = runner.next_batch([run for run in due if run not in first], Machine(), 1)
@@ -83,7 +83,7 @@ def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):
 
 def dispatch(home, machine, count, submit, after=None):
     spec = home.specification()
-    due = lambda known: runs.due(spec, runs.grid_of(spec), known)
+    due = lambda known: run_grid.due(spec, run_grid.grid_of(spec), known)
     runner._dispatch(home, machine, runner.Slots(count, count, submit), due, after)
 
 
@@ -112,7 +112,7 @@ def home(tmp_path):
 
 
 def test_a_run_whose_process_keeps_dying_is_recorded_as_failed_and_takes_no_other_with_it(home):
-    deadly = runs.due(home.specification(), runs.grid_of(TINY), {})[2].id
+    deadly = run_grid.due(home.specification(), run_grid.grid_of(TINY), {})[2].id
     made = dispatched(home, lambda batch: deadly in [run.id for run in batch])
     records = home.records()
     assert [record.id for record in failed(records.values())] == [deadly]
@@ -126,7 +126,7 @@ def test_a_run_whose_process_keeps_dying_is_recorded_as_failed_and_takes_no_othe
 
 
 def test_of_runs_that_were_lost_together_each_is_made_again_with_nothing_else_under_way(home):
-    first, second, third, *_ = runs.due(home.specification(), runs.grid_of(TINY), {})
+    first, second, third, *_ = run_grid.due(home.specification(), run_grid.grid_of(TINY), {})
     deaths = runner._Deaths()
     assert not list(deaths.note([[first], [second]]))
     assert not deaths.alone, "either may have been the cause"
@@ -205,7 +205,7 @@ def test_an_unknown_method_or_engine_is_refused(tmp_path):
 SCRIPT = """
 import sys
 from vestige.compare import runner
-from vestige.compare.execute import Machine
+from vestige.compare.execute_run import Machine
 if __name__ == "__main__":
     runner.compare(sys.argv[1], machine=Machine(stack=False), workers=int(sys.argv[2]))
 """

@@ -9,7 +9,7 @@ from commands import vestige
 from comparisons import AUTO, TINY
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender, Specification
-from vestige.records import FORMAT_VERSION, PrivacyTarget
+from vestige.run_records import FORMAT_VERSION, PrivacyTarget
 
 
 def test_specification_survives_json():

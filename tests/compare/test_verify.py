@@ -15,7 +15,7 @@ from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
 from vestige.compare.verify import _contradiction, _cost, _methods, verify_comparison
 from vestige.questions import Question
-from vestige.records import PrivacyTarget, completed
+from vestige.run_records import PrivacyTarget, completed
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from commands import vestige
 from comparisons import files
-from vestige.compare import runs
+from vestige.compare import run_grid
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.summary import summarised
 
@@ -24,9 +24,9 @@ def test_it_is_read_and_verified(before):
     assert len(before.records()) == len(files(before)) == 14
     assert before.unreadable == {}
     specification = before.specification()
-    grid = runs.grid_of(specification)
-    assert runs.total(specification, grid) == 14
-    assert runs.due(specification, grid, before.records()) == []
+    grid = run_grid.grid_of(specification)
+    assert run_grid.total(specification, grid) == 14
+    assert run_grid.due(specification, grid, before.records()) == []
     code, out, error = vestige("verify", before.path)
     assert (code, error) == (0, "")
     assert out.startswith("verified: 14 runs cost what their records state\n")

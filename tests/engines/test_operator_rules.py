@@ -20,7 +20,7 @@ from vestige.engines.example_axis import labels as example_axis
 from vestige.engines.example_axis import rules as operator_rules
 from vestige.engines.example_axis.labels import Mixed, Rows, Tracker
 from vestige.engines.example_axis.rules import Op, ruled
-from vestige.engines.per_example import recurrences  # noqa: F401  (its operators)
+from vestige.engines.per_example import recurrence_operator  # noqa: F401  (its operators)
 
 aten = torch.ops.aten
 SIZES = ((2, 2, 1), (3, 3, 1), (2, 4, 2))

@@ -17,7 +17,7 @@ from loops import private, same_step
 from other_models import exact
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.parity import compare_engines
-from vestige.engines.per_example.sequences import REGISTERED
+from vestige.engines.per_example.composite_layers import REGISTERED
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 

@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 import engine_checks
 from engine_checks import PerGroup, alternating, clipped, close, one_at_a_time, square, targets
-from vestige.devices import without_tf32
 from vestige.engines import bookkeeping
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import rules
-from vestige.engines.per_example.gradients import Dense, Patches
+from vestige.engines.per_example.gradient_forms import Dense, Patches
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
-from vestige.mechanism.transforms import Linear, Term, one_after
+from vestige.mechanism.gradient_transforms import Linear, Term, one_after
 from vestige.optim.probes import Forecast
 from vestige.tasks.models import StandardisedConv2d
+from vestige.tf32 import without_tf32
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 import vestige
 from commands import vestige as command
 from vestige import accounting
-from vestige.engines.second_moments import SecondMoments, layout_of
+from vestige.engines.least_squares_moments import SecondMoments, layout_of
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.methods.registry import METHODS, SOLVERS, make_method

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vestige.devices import triton_available
 from vestige.mechanism.losses.model_losses import each_token, next_token
 from vestige.mechanism.losses.tokens import TokenLosses, token_losses
+from vestige.tf32 import triton_available
 
 IGNORED = -100
 gpu = pytest.mark.skipif(not triton_available(), reason="needs a GPU and Triton")

@@ -17,7 +17,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
 from vestige.optim.rules import AdamBC
-from vestige.randomness import schedules
+from vestige.randomness import noise_schedules
 from vestige.randomness.lattice import charged
 from vestige.training import planning
 
@@ -82,7 +82,7 @@ def test_adam_bc_without_noise_is_adam_with_the_floor_inside_the_root():
 def test_adam_bc_hears_the_noise_that_was_really_added():
     heard = []
     method = Method(
-        name="mixed", rule=make_method("dp-adambc").rule, schedule=schedules.ExponentialDecay(0.5), clip=Flat(0.7)
+        name="mixed", rule=make_method("dp-adambc").rule, schedule=noise_schedules.ExponentialDecay(0.5), clip=Flat(0.7)
     )
     training = run(method, steps=7)
     training.state.optimizer.hear = heard.append  # the test listens in
@@ -114,10 +114,10 @@ def test_decoupled_decay_shrinks_by_its_own_amount_when_nothing_else_moves():
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (schedules.LinearDecay(0.25), [1, 0.75, 0.5, 0.25, 0.1]),
-        (schedules.TimeDecay(1.0), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
-        (schedules.StepDecay(0.5, 2), [1, 1, 0.5, 0.5, 0.25]),
-        (schedules.ExponentialDecay(0.9), [0.9**e for e in range(5)]),
+        (noise_schedules.LinearDecay(0.25), [1, 0.75, 0.5, 0.25, 0.1]),
+        (noise_schedules.TimeDecay(1.0), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
+        (noise_schedules.StepDecay(0.5, 2), [1, 1, 0.5, 0.5, 0.25]),
+        (noise_schedules.ExponentialDecay(0.9), [0.9**e for e in range(5)]),
     ],
 )
 def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(schedule, expected):
@@ -148,7 +148,7 @@ def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(sche
 
 @pytest.mark.slow
 def test_a_thousand_noise_levels_are_planned_in_seconds():
-    method = Method(name="x", schedule=schedules.ExponentialDecay(0.999))
+    method = Method(name="x", schedule=noise_schedules.ExponentialDecay(0.999))
     begin = time.perf_counter()
     z = accounting.calibrate(lambda z: planning.questions(method, 0.02, z, 50_000), 3.0, 1e-5)
     history = planning.questions(method, 0.02, z, 50_000)

@@ -7,7 +7,7 @@ from torch import nn
 
 import vestige
 from paper_programs import Network, br_as_printed, sma_as_printed, unflattened
-from vestige.compare.presets import PRESETS
+from vestige.compare.paper_presets import PRESETS
 from vestige.mechanism import comparisons
 from vestige.methods.registry import make_method
 from vestige.optim.spectral.memory import _permutation

@@ -21,8 +21,8 @@ from conftest import clip_and_sum, example_gradients
 from vestige import PrivacyEngine, balance, tasks
 from vestige.balance import LEAST, Relative, rounded
 from vestige.compare.arguments import contenders
-from vestige.compare.execute import Machine, perform
-from vestige.compare.runs import due, grid_of
+from vestige.compare.execute_run import Machine, perform
+from vestige.compare.run_grid import due, grid_of
 from vestige.compare.specification import Contender
 from vestige.compare.stacked import Stack, StackedRun, why_not
 from vestige.engines.bookkeeping import BookKeeping
@@ -35,9 +35,9 @@ from vestige.methods.base import Method
 from vestige.methods.registry import METHODS, make_method
 from vestige.optim.averaging import Polyak
 from vestige.optim.rules import Rule, named, sgd
-from vestige.records import PrivacyTarget
+from vestige.run_records import PrivacyTarget
+from vestige.training.automatic_rate import WALK
 from vestige.training.job import load
-from vestige.training.learning_rate import WALK
 from vestige.training.planning import questions
 from vestige.training.run_folder import RunFolder
 from vestige.training.verify import verify

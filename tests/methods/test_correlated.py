@@ -15,7 +15,7 @@ from vestige.mechanism.adaptive_clipping import Quantile
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
 from vestige.questions import CyclicGaussian, SampledGaussian
-from vestige.randomness import correlated, schedules
+from vestige.randomness import correlated, noise_schedules
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.sampling import CyclicPoisson, Poisson
@@ -294,7 +294,7 @@ def test_past_noise_is_in_no_checkpoint(tmp_path):
     "parts",
     [
         {"clip": Quantile()},
-        {"schedule": schedules.ExponentialDecay()},
+        {"schedule": noise_schedules.ExponentialDecay()},
         {"probe": make_method("dp-sam").probe},
         {"probe": make_method("dp-is").probe},
     ],

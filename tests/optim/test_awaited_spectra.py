@@ -24,7 +24,7 @@ from vestige.files import write_json
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
 from vestige.optim.spectral import memory as spectral
-from vestige.optim.spectral import spectrum
+from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.memory import Spectral, group_exponents
 from vestige.randomness.release import Release
 from vestige.tasks import models
@@ -110,13 +110,13 @@ def test_a_spectrum_begun_before_the_step_is_the_steps_own(walk):
 
 def at_once(monkeypatch):
     """Every spectrum is there before the training goes on."""
-    go_on = spectrum.Background.go_on
-    monkeypatch.setattr(spectrum.Background, "go_on", lambda self: (go_on(self), self._future.result()))
+    go_on = tail_exponent.Background.go_on
+    monkeypatch.setattr(tail_exponent.Background, "go_on", lambda self: (go_on(self), self._future.result()))
 
 
 def delayed(monkeypatch, seconds):
-    solve = spectrum._solved
-    monkeypatch.setattr(spectrum, "_solved", lambda *given: (time.sleep(seconds()), solve(*given))[1])
+    solve = tail_exponent._solved
+    monkeypatch.setattr(tail_exponent, "_solved", lambda *given: (time.sleep(seconds()), solve(*given))[1])
 
 
 def law_of_timing(memory, walk):
@@ -153,26 +153,26 @@ def test_the_law_of_timing_rejects_a_memory_that_uses_whatever_is_ready(walk):
         law_of_timing(WhateverIsReady(interval=OUTSIDE, refresh=2, lag=3), walk)
 
 
-@pytest.mark.parametrize("worth", [0, spectrum.WORTH_DIVIDING], ids=["divided", "whole"])
+@pytest.mark.parametrize("worth", [0, tail_exponent.WORTH_DIVIDING], ids=["divided", "whole"])
 def test_the_result_is_the_same_on_any_number_of_threads(worth, monkeypatch):
-    monkeypatch.setattr(spectrum, "WORTH_DIVIDING", worth)
+    monkeypatch.setattr(tail_exponent, "WORTH_DIVIDING", worth)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(n, 40, generator=generator) for n in (30, 20, 30, 12, 30, 5)]
     found = []
     for count in (1, 2, 5):
-        threads = spectrum._Threads()
-        threads._count, threads._solving = count, spectrum._single(count)
-        monkeypatch.setattr(spectrum, "_threads", lambda process, threads=threads: threads)
-        found.append(spectrum.Background(weights).result())
+        threads = tail_exponent._Threads()
+        threads._count, threads._solving = count, tail_exponent._single(count)
+        monkeypatch.setattr(tail_exponent, "_threads", lambda process, threads=threads: threads)
+        found.append(tail_exponent.Background(weights).result())
     assert all(torch.equal(found[0].nan_to_num(), other.nan_to_num()) for other in found[1:])
-    torch.testing.assert_close(found[0], spectrum.exponents(weights), rtol=1e-9, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[0], tail_exponent.exponents(weights), rtol=1e-9, atol=0, equal_nan=True)
 
 
 def test_threads_beside_the_training_leave_torch_its_own():
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        assert spectrum._single(2).submit(torch.get_num_threads).result() == 1
+        assert tail_exponent._single(2).submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -186,7 +186,7 @@ def test_a_solver_that_fails_says_so_at_the_step_that_needs_it(walk, monkeypatch
     memory = Spectral(refresh=1, lag=2)
     state = memory.init(layout, torch.device("cpu"))
     memory.step(Release(releases[0].clone(), 1.0, 10.0, RATE), state, points[0])
-    monkeypatch.setattr(spectrum, "_solved", fails)
+    monkeypatch.setattr(tail_exponent, "_solved", fails)
     for step in (1, 2):
         memory.step(Release(releases[step].clone(), 1.0, 10.0, RATE), state, points[step])
     with pytest.raises(torch.linalg.LinAlgError, match="no convergence"):

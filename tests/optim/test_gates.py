@@ -202,7 +202,7 @@ def test_the_per_example_form_is_priced_by_its_range():
     (question,) = test.questions((SampledGaussian(0.1, 1.0),))
     assert question.half_range == pytest.approx(1e-3 / (0.1 / 100))
     low, high = ndtr((-1e-3 - 1e-3) / (2.0 * 1e-3)), ndtr(0.0)
-    from vestige.accounting.trials import acceptance
+    from vestige.accounting.accept_reject import acceptance
 
     assert acceptance(question) == pytest.approx((low, high))
     with pytest.raises(ValueError, match=r"each=0\.1 has no trial-level price"):

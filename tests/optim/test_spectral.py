@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 import vestige
 from conftest import make_toy
 from vestige.cli.main import app
-from vestige.devices import triton_available
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers, Patterns
 from vestige.optim.memory import Blend, FractionalWeights
-from vestige.optim.spectral import spectrum
+from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.memory import Spectral, group_exponents
 from vestige.randomness.release import Release
+from vestige.tf32 import triton_available
 from vestige.training.job import Job, start
 
 cross_entropy = nn.functional.cross_entropy
@@ -104,7 +104,7 @@ def expected_exponents(points, layout, refresh, lag=0):
         point = points[max(0, t - lag) // refresh * refresh]
         row = []
         for g in range(layout.groups):
-            each = [spectrum.exponent(point[s.name]) for s in layout.segments if s.group == g and len(s.shape) > 1]
+            each = [tail_exponent.exponent(point[s.name]) for s in layout.segments if s.group == g and len(s.shape) > 1]
             each = [value for value in each if not np.isnan(value)]
             row.append(np.mean(each) if each else np.nan)
         rows.append(row)
@@ -333,8 +333,8 @@ def test_the_spectrum_is_taken_at_every_step_unless_another_schedule_is_asked_fo
     layout = Layout.of(model, Layers())
     releases, points = walk(layout, model)
     calls = []
-    real = spectrum.Background
-    monkeypatch.setattr(spectrum, "Background", lambda *a: calls.append(1) or real(*a))
+    real = tail_exponent.Background
+    monkeypatch.setattr(tail_exponent, "Background", lambda *a: calls.append(1) or real(*a))
     for memory, count in ((Spectral(), 12), (Spectral(refresh=None), 3), (Spectral(refresh=5), 3)):
         run(memory, releases, points, layout, rate=0.25)
         assert len(calls) == count
@@ -489,6 +489,6 @@ def test_both_conventions_for_convolutions():
     weight = torch.randn(16, 16, 3, 3)
     for convention in ("flatten", "per-position"):
         ours = group_exponents({"w": weight}, [0], convention)
-        assert ours.item() == spectrum.exponent(weight, convention)
+        assert ours.item() == tail_exponent.exponent(weight, convention)
     memory = vestige.sma_dp_sgd(convention="per-position").memory
     assert memory == replace(vestige.sma_dp_sgd().memory, convention="per-position")

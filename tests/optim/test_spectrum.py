@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vestige.optim.spectral import spectrum
+from vestige.optim.spectral import tail_exponent
 
 
 def literal(values: np.ndarray) -> float:
@@ -46,8 +46,8 @@ def diagonal(values: Tensor) -> Tensor:
 def test_equals_the_literal_loop(rows, columns, seed):
     weight = heavy(rows, columns, seed)
     values = squared_singular_values(weight)
-    assume((values > spectrum.FLOOR).sum() >= spectrum.FEWEST)  # with fewer there is none
-    assert spectrum.exponent(weight) == pytest.approx(literal(values[values > spectrum.FLOOR]), rel=1e-6)
+    assume((values > tail_exponent.FLOOR).sum() >= tail_exponent.FEWEST)  # with fewer there is none
+    assert tail_exponent.exponent(weight) == pytest.approx(literal(values[values > tail_exponent.FLOOR]), rel=1e-6)
 
 
 def test_long_spectra_are_pruned_without_changing_the_answer():
@@ -55,7 +55,7 @@ def test_long_spectra_are_pruned_without_changing_the_answer():
     for shape in (0.5, 1.0, 2.0, 4.0):
         values = torch.rand(700, generator=generator, dtype=torch.float64).pow(-1 / shape)
         values[:200] *= torch.rand(200, generator=generator, dtype=torch.float64)  # a body that is no power law
-        found = spectrum._fit(values.sort().values[None], 0.0).item()
+        found = tail_exponent._fit(values.sort().values[None], 0.0).item()
         assert found == pytest.approx(literal(values.numpy()), rel=1e-9)
 
 
@@ -65,7 +65,7 @@ def test_equals_the_powerlaw_package():
     for seed in range(4):
         weight = heavy(60, 90, seed)
         fit = powerlaw.Fit(squared_singular_values(weight), verbose=False)
-        assert spectrum.exponent(weight) == pytest.approx(fit.power_law.alpha, rel=1e-6)
+        assert tail_exponent.exponent(weight) == pytest.approx(fit.power_law.alpha, rel=1e-6)
 
 
 def test_equals_weightwatcher():
@@ -73,24 +73,24 @@ def test_equals_weightwatcher():
     for seed in range(4):
         weight = heavy(40, 64, seed)
         fit = fits.WWFit(squared_singular_values(weight))
-        assert spectrum.exponent(weight) == pytest.approx(fit.alpha, rel=1e-6)
+        assert tail_exponent.exponent(weight) == pytest.approx(fit.alpha, rel=1e-6)
 
 
 @pytest.mark.parametrize("density", [2.0, 3.0, 5.0])
 def test_recovers_a_pareto_exponent(density):
     generator = torch.Generator().manual_seed(3)
     values = torch.rand(4000, generator=generator, dtype=torch.float64).pow(-1 / (density - 1))
-    found = spectrum._fit(values.sort().values[None], spectrum.FLOOR).item()
+    found = tail_exponent._fit(values.sort().values[None], tail_exponent.FLOOR).item()
     assert found == pytest.approx(density, rel=0.04)
 
 
 def test_is_invariant_to_scale_permutation_transposition_and_rotation():
     weight = heavy(48, 80, 5)
-    expected = spectrum.exponent(weight)
+    expected = tail_exponent.exponent(weight)
     rotation = torch.linalg.qr(torch.randn(48, 48, generator=torch.Generator().manual_seed(6)).double()).Q
     order = torch.randperm(80, generator=torch.Generator().manual_seed(7))
     for same in (weight * 16, weight / 4, weight[:, order], weight.flip(0), weight.T, rotation @ weight.double()):
-        assert spectrum.exponent(same) == pytest.approx(expected, rel=1e-5)
+        assert tail_exponent.exponent(same) == pytest.approx(expected, rel=1e-5)
 
 
 def test_layers_together_equal_layers_alone():
@@ -99,8 +99,8 @@ def test_layers_together_equal_layers_alone():
     ]
     weights.append(torch.randn(16, 8, 3, 3, generator=torch.Generator().manual_seed(0)))
     for convention in ("flatten", "per-position"):
-        together = spectrum.exponents(weights, convention)
-        alone = torch.tensor([spectrum.exponent(weight, convention) for weight in weights], dtype=torch.float64)
+        together = tail_exponent.exponents(weights, convention)
+        alone = torch.tensor([tail_exponent.exponent(weight, convention) for weight in weights], dtype=torch.float64)
         torch.testing.assert_close(together, alone, equal_nan=True, rtol=1e-9, atol=0)
 
 
@@ -111,8 +111,8 @@ def test_conventions_for_convolutions():
     matrix = heavy(20, 30, 1)
 
     def spectra(convention):
-        matrices = [spectrum._matrices(each, convention) for each in (weight, matrix)]
-        return spectrum._spectra(matrices, spectrum._by_size(matrices), False)
+        matrices = [tail_exponent._matrices(each, convention) for each in (weight, matrix)]
+        return tail_exponent._spectra(matrices, tail_exponent._by_size(matrices), False)
 
     as_one, as_matrix = spectra("flatten")
     by_position, as_it_is = spectra("per-position")
@@ -136,36 +136,36 @@ def test_conventions_for_convolutions():
     ids=["few", "zero", "identity", "orthogonal", "rank one", "nan", "below the cut", "infinite"],
 )
 def test_small_or_degenerate_spectra_are_undefined(weight):
-    assert math.isnan(spectrum.exponent(weight))
-    beside = spectrum.exponents([weight, heavy(30, 40, 2)])
+    assert math.isnan(tail_exponent.exponent(weight))
+    beside = tail_exponent.exponents([weight, heavy(30, 40, 2)])
     assert beside[0].isnan()
-    assert beside[1].item() == pytest.approx(spectrum.exponent(heavy(30, 40, 2)))
+    assert beside[1].item() == pytest.approx(tail_exponent.exponent(heavy(30, 40, 2)))
 
 
 def test_the_cut_is_an_argument():
     values = torch.logspace(-8, 0, 40)
-    assert spectrum.exponent(diagonal(values)) == pytest.approx(literal(values[values > 1e-5].numpy()), rel=1e-4)
-    assert spectrum.exponent(diagonal(values), floor=0.0) == pytest.approx(literal(values.numpy()), rel=1e-4)
-    assert spectrum.exponent(diagonal(values) * 1e3, floor=10.0) == pytest.approx(
-        spectrum.exponent(diagonal(values)), rel=1e-6
+    assert tail_exponent.exponent(diagonal(values)) == pytest.approx(literal(values[values > 1e-5].numpy()), rel=1e-4)
+    assert tail_exponent.exponent(diagonal(values), floor=0.0) == pytest.approx(literal(values.numpy()), rel=1e-4)
+    assert tail_exponent.exponent(diagonal(values) * 1e3, floor=10.0) == pytest.approx(
+        tail_exponent.exponent(diagonal(values)), rel=1e-6
     )
 
 
 def test_repeated_eigenvalues():
     values = torch.cat([torch.full((8,), 1.0), torch.full((4,), 2.0), torch.tensor([3.0, 5.0, 8.0, 30.0])])
-    assert math.isfinite(spectrum.exponent(diagonal(values)))
+    assert math.isfinite(tail_exponent.exponent(diagonal(values)))
 
 
 def test_parameters_are_left_alone_and_nothing_is_nothing():
     weight = torch.nn.Parameter(heavy(20, 20, 0))
     before = weight.detach().clone()
-    assert not spectrum.exponents([weight]).requires_grad
+    assert not tail_exponent.exponents([weight]).requires_grad
     assert torch.equal(weight, before)
-    assert spectrum.exponents([]).shape == (0,)
+    assert tail_exponent.exponents([]).shape == (0,)
 
 
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"shape \(5,\)"):
-        spectrum.exponent(torch.zeros(5))
+        tail_exponent.exponent(torch.zeros(5))
     with pytest.raises(ValueError, match="convention='other'"):
-        spectrum.exponents([torch.zeros(5, 5)], "other")
+        tail_exponent.exponents([torch.zeros(5, 5)], "other")

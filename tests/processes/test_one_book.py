@@ -11,8 +11,8 @@ import pytest
 
 from process_gang import Failed, charged, charged_loop, data
 from vestige.budget import Book, terms
-from vestige.budget.account import rows_file
 from vestige.budget.identity import RowSet, fingerprint, hashes_of, make_key
+from vestige.budget.spending import rows_file
 from vestige.budget.verify import verify
 from vestige.questions import SampledGaussian
 

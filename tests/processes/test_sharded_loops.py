@@ -10,7 +10,7 @@ from scipy import stats
 import process_gang
 import process_loops
 from process_gang import Failed
-from vestige.processes.shards import MOST_PARTS, require_summable
+from vestige.processes.parameter_shards import MOST_PARTS, require_summable
 
 TOLERANCE = 2e-6
 

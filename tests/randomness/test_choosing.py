@@ -5,7 +5,7 @@ import pytest
 from scipy.special import softmax
 from scipy.stats import chisquare
 
-from vestige.randomness.choosing import choose
+from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness
 
 SCORES = [0.0, 3.0, -2.0, 1.0]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from scipy import stats
 
-from vestige.devices import triton_available
 from vestige.randomness.gaussian import PAIRS, add_noise, fill_normal, normal
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
+from vestige.tf32 import triton_available
 
 SIZE = 200_000
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-from vestige.devices import triton_available
 from vestige.randomness import rounded_gaussian as law
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import STEPS, add_noise, charged
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.streams import SecretStream
+from vestige.tf32 import triton_available
 
 pytestmark = pytest.mark.skipif(not triton_available(), reason="needs a GPU and Triton")
 KEY, LANES = bytes(range(100, 132)), 64

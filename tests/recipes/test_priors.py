@@ -17,7 +17,7 @@ from vestige.mechanism.groups import STILL, HeadAlone, HeadFirst, HeadLast
 from vestige.priors import generators
 from vestige.priors.contrastive import Plan, contrast, make, views
 from vestige.questions import SampledGaussian
-from vestige.tasks.features.pretrained import read
+from vestige.tasks.features.starting_weights import read
 from vestige.training.job import Job, method_of
 
 SMALL = Plan(generator="random-network", network="wrn10-1", size=8, images=32, steps=3, batch=16, lr=0.1)

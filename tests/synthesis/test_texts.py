@@ -20,8 +20,8 @@ from vestige import accounting
 from vestige.accounting.ledger import LedgerError, read
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.questions import Gaussian
-from vestige.synthesis.prompts import LabelCounts, Prompts, counts_of
-from vestige.synthesis.sampling import Drawing, _likeliest, sampled, without_repeats, written
+from vestige.synthesis.prompted_texts import LabelCounts, Prompts, counts_of
+from vestige.synthesis.text_sampling import Drawing, _likeliest, sampled, without_repeats, written
 from vestige.synthesis.texts import TextRun, TextSynthesis, label_multiplier
 from vestige.training.verify import verify
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from vestige.mechanism import moments
+from vestige.mechanism import feature_moments
 from vestige.tasks import models
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
@@ -113,32 +113,32 @@ def test_the_lstm_equals_torch():
 
 def test_channel_moments_are_bounded_per_example():
     features = examples((6, 4, 4), 20)
-    everyone, sensitivities = moments.channel_moments(features, (0.3, 2.0))
+    everyone, sensitivities = feature_moments.channel_moments(features, (0.3, 2.0))
     assert sensitivities == (0.3, 2.0)
     for index in range(20):
         without = torch.cat([features[:index], features[index + 1 :]])
-        moved = everyone - moments.channel_moments(without, (0.3, 2.0))[0]
+        moved = everyone - feature_moments.channel_moments(without, (0.3, 2.0))[0]
         assert (torch.linalg.vector_norm(moved, dim=-1) <= torch.tensor([0.3, 2.0]).double() * (1 + 1e-6)).all()
 
 
 def test_broken_examples_add_nothing_to_channel_moments():
     features = examples((6, 4, 4), 5)
-    expected, _ = moments.channel_moments(features, (1.0, 1.0))
+    expected, _ = feature_moments.channel_moments(features, (1.0, 1.0))
     broken = torch.stack([torch.full((6, 4, 4), value) for value in (torch.nan, torch.inf)])
-    found, _ = moments.channel_moments(torch.cat([features, broken]), (1.0, 1.0))
+    found, _ = feature_moments.channel_moments(torch.cat([features, broken]), (1.0, 1.0))
     torch.testing.assert_close(found, expected)
-    huge, _ = moments.channel_moments(torch.cat([features, torch.full((1, 6, 4, 4), 1e38)]), (1.0, 1.0))
+    huge, _ = feature_moments.channel_moments(torch.cat([features, torch.full((1, 6, 4, 4), 1e38)]), (1.0, 1.0))
     assert (torch.linalg.vector_norm(huge - expected, dim=-1) <= 1 + 1e-9).all()
-    assert not moments.channel_moments(torch.zeros(3, 6, 4, 4), (1.0, 1.0))[0].any()
+    assert not feature_moments.channel_moments(torch.zeros(3, 6, 4, 4), (1.0, 1.0))[0].any()
     with pytest.raises(ValueError, match="bounds"):
-        moments.channel_moments(features, (0.0, 1.0))
+        feature_moments.channel_moments(features, (0.0, 1.0))
 
 
 def test_standardise_uses_the_moments_it_is_given():
     features = examples((6, 8, 8), 50) * 3 + 1
-    totals, _ = moments.channel_moments(features, (1e9, 1e9))
-    normalised = moments.Standardise.from_moments(totals, 50)(features)
+    totals, _ = feature_moments.channel_moments(features, (1e9, 1e9))
+    normalised = feature_moments.Standardise.from_moments(totals, 50)(features)
     torch.testing.assert_close(normalised.mean((0, 2, 3)), torch.zeros(6), atol=1e-4, rtol=0)
     torch.testing.assert_close(normalised.var((0, 2, 3), correction=0), torch.ones(6), atol=1e-3, rtol=0)
     totals[1] = 0.0  # noise may leave a variance below zero
-    assert not moments.Standardise.from_moments(totals, 50)(features).any()
+    assert not feature_moments.Standardise.from_moments(totals, 50)(features).any()

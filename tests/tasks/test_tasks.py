@@ -16,7 +16,7 @@ from vestige import tasks
 from vestige.tasks import models
 from vestige.tasks.definitions import DEFINITIONS
 from vestige.tasks.features import scattering
-from vestige.tasks.features.pretrained import Prior, body
+from vestige.tasks.features.starting_weights import Prior, body
 
 SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -461,7 +461,7 @@ def test_only_images_can_be_standardised():
 def test_the_digits_are_scikit_learns_own():
     from sklearn.datasets import load_digits
 
-    from vestige.tasks.images import bundled_digits
+    from vestige.tasks.read_images import bundled_digits
 
     theirs, ours = load_digits(), bundled_digits()
     test = np.arange(len(theirs.target)) % 5 == 0

@@ -15,7 +15,7 @@ from commands import as_json
 from commands import vestige as command
 from vestige.accounting.ledger import LedgerError
 from vestige.mechanism.users.ownership import ChosenBound
-from vestige.training.statistics import bound_scores, read_bound
+from vestige.training.private_statistics import bound_scores, read_bound
 from vestige.training.verify import verify
 
 COUNTS = [1, 4, 2, 3, 1, 4, 7, 2] * 40

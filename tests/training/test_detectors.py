@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 import vestige
-from vestige.training.detectors import doubts
+from vestige.training.assumption_doubts import doubts
 
 X, Y = torch.randn(60, 4), torch.randint(2, (60,))
 WHOLE = TensorDataset(X, Y)

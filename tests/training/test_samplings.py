@@ -8,7 +8,7 @@ import vestige
 from conftest import make_toy
 from vestige import accounting
 from vestige.accounting.ledger import read
-from vestige.mechanism.evaluation import PrivateEvaluation
+from vestige.mechanism.private_evaluation import PrivateEvaluation
 from vestige.questions import AllocatedGaussian, Gaussian, TruncatedGaussian
 from vestige.training.persistence import saver
 from vestige.training.verify import verify

@@ -107,7 +107,7 @@ def test_a_word_of_one_row_is_shown_as_rarely_as_its_delta_says():
 
 def _selected(texts, wanted, seed):
     from vestige.randomness.keys import Randomness
-    from vestige.training.statistics import _words
+    from vestige.training.private_statistics import _words
 
     return _words("t", texts, wanted).answer(1.0, Randomness.reproducible(seed).stream("words", 0))["words"]["t"]
 

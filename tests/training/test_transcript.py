@@ -10,7 +10,7 @@ import vestige
 from recursions import paper_weights
 from vestige.questions import SampledGaussian
 from vestige.training.job import Job, start
-from vestige.training.transcript import PARTS, nonprivate_split
+from vestige.training.nonprivate_transcript import PARTS, nonprivate_split
 
 
 def trained(tmp_path, method, **options):

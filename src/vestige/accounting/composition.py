@@ -15,8 +15,8 @@ from vestige.accounting.pld import Composed, LossMasses
 from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
 from vestige.checks import check_delta
+from vestige.lazy_scipy import brentq
 from vestige.questions import GroupedGaussian, Question, SampledGaussian
-from vestige.solvers import brentq
 
 FINE, COARSE = 2e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""

@@ -34,7 +34,7 @@ class Budget(Protocol):
 
 
 class Spending(Protocol):
-    """An account in a book that several runs share (`vestige.budget.account`)."""
+    """An account in a book that several runs share (`vestige.budget.spending`)."""
 
     def charge(self, question: Question, ledger: tuple[int, str]) -> None:
         """Record a question in the book, durably, or raise `BudgetSpent` and record nothing."""

@@ -13,7 +13,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import logsumexp
 
 from vestige.accounting.rdp import Array
-from vestige.solvers import minimize_scalar
+from vestige.lazy_scipy import minimize_scalar
 
 FOLDED = 1e-18
 """Tilted mass that may lie outside the window of a composed distribution; what it is worth is added to delta."""

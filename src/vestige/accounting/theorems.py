@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vestige.accounting import rdp, trials
+from vestige.accounting import accept_reject, rdp
 from vestige.accounting.profiles import (
     Profile,
     exponential_mechanism,
@@ -17,7 +17,7 @@ from vestige.accounting.profiles import (
     sampled_gaussian,
 )
 from vestige.accounting.rdp import Array
-from vestige.accounting.samplings import allocation, grouped, truncation
+from vestige.accounting.samplings import allocation, rows_of_users, truncation
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
@@ -103,13 +103,13 @@ THEOREMS: dict[type[Question], Theorem] = {
     ),
     GroupedGaussian: Theorem(
         "Choquette-Choo et al. 2023 (2310.15526), Corollary 4.7; Charles et al. 2024 (2407.07737); docs/users.md",
-        grouped.profile,
-        grouped.curves,
+        rows_of_users.profile,
+        rows_of_users.curves,
     ),
     Trial: Theorem(
         "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
-        trials.profile,
-        trials.curves,
+        accept_reject.profile,
+        accept_reject.curves,
     ),
     PureLoss: Theorem(
         "Kairouz, Oh & Viswanath 2015 (randomized response dominates every pure mechanism)",

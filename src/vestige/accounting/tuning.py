@@ -12,8 +12,8 @@ from vestige.accounting import rdp
 from vestige.accounting.composition import epsilon
 from vestige.accounting.theorems import History, total_curve
 from vestige.checks import check_delta
+from vestige.lazy_scipy import brentq
 from vestige.questions import CyclicGaussian, Question
-from vestige.solvers import brentq
 
 
 def composed_epsilon(runs: Iterable[History], delta: float) -> float:

@@ -10,7 +10,8 @@ The statistics take scores from any library's runs:
 True
 """
 
-from vestige.accounting.lower_bounds.bounds import (
+from vestige.accounting.lower_bounds.attack_rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
+from vestige.accounting.lower_bounds.bounds_from_scores import (
     GaussianFit,
     OneRunBound,
     ThresholdBound,
@@ -20,7 +21,6 @@ from vestige.accounting.lower_bounds.bounds import (
     one_run_bound,
     one_run_epsilon,
 )
-from vestige.accounting.lower_bounds.rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
 from vestige.audit.membership import (
     Success,
     by_shadow_models,

@@ -16,8 +16,7 @@ from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 
 from vestige import accounting, tasks
-from vestige.accounting.lower_bounds.bounds import best_lower_bound, epsilon_lower_bound, gaussian_fit
-from vestige.accounting.lower_bounds.rates import (
+from vestige.accounting.lower_bounds.attack_rates import (
     Array,
     Interval,
     area_under_curve,
@@ -25,17 +24,18 @@ from vestige.accounting.lower_bounds.rates import (
     rate_of_detection,
     roc,
 )
+from vestige.accounting.lower_bounds.bounds_from_scores import best_lower_bound, epsilon_lower_bound, gaussian_fit
 from vestige.audit.canaries import Canary, check_kind, make_canary
 from vestige.audit.made_up_task import NAME, stand_in
 from vestige.audit.result import InAndOut
 from vestige.audit.stacked import AuditedStack
 from vestige.audit.unstacked_runs import LoneRuns
-from vestige.budget.account import Budget, Provenance, account_of, pay
+from vestige.budget.spending import Budget, Provenance, account_of, pay
 from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
-from vestige.processes.launch import require_alone
+from vestige.processes.torchrun import require_alone
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.training.planning import Plan, Request, plan, questions, settled
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from vestige import tasks
-from vestige.accounting.lower_bounds.rates import Array, check_confidence
+from vestige.accounting.lower_bounds.attack_rates import Array, check_confidence
 from vestige.assumptions import PRICE_ALONE
 from vestige.audit import membership
 from vestige.audit.made_up_task import NAME, stand_in
 from vestige.audit.membership import Success
-from vestige.budget.account import Budget, account_of
+from vestige.budget.spending import Budget, account_of
 from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
-from vestige.processes.launch import require_alone
+from vestige.processes.torchrun import require_alone
 from vestige.training.planning import DEFAULT_STEPS
 from vestige.training.run import train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vestige.records import RunResult
+from vestige.run_records import RunResult
 from vestige.training.results import OneRun
 from vestige.training.run_folder import RunFolder
 

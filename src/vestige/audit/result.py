@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vestige.accounting.lower_bounds.rates import Interval
+from vestige.accounting.lower_bounds.attack_rates import Interval
 from vestige.assumptions import PRICE_ALONE
 from vestige.audit.made_up_task import NAME
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vestige.accounting.ledger import Ledger
-from vestige.accounting.lower_bounds.rates import Array
+from vestige.accounting.lower_bounds.attack_rates import Array
 from vestige.audit.canaries import Canary
-from vestige.audit.evidence import Evidence
+from vestige.audit.likelihood_ratio import Evidence
 from vestige.engines.reference import Reference, add_clipped
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout

@@ -132,7 +132,7 @@ def audit(
         _audit_selection(method, runs, steps, delta, confidence, as_json)
         return
     from vestige.cli.models.flags import learning_rate
-    from vestige.devices import check_device, default_device
+    from vestige.tf32 import check_device, default_device
 
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: the noise follows from epsilon")

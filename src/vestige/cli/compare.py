@@ -12,7 +12,7 @@ import typer
 from vestige.checks import check_steps
 from vestige.cli.errors import refuse_if_given, refuse_others, require_trust
 from vestige.cli.models.flags import DerivedFlag
-from vestige.cli.progress import (
+from vestige.cli.run_comparison import (
     AddressFlag,
     DeviceFlag,
     EngineFlag,
@@ -108,12 +108,12 @@ def compare(
 
         vestige compare --resume runs/compare-20260101-120000
     """
-    from vestige.budget.account import account_of
-    from vestige.compare import presets as known
+    from vestige.budget.spending import account_of
+    from vestige.compare import paper_presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.specification import FACTORS, Contender, Problem, Specification
     from vestige.compare.statistics import seeds_to_tell
-    from vestige.records import PrivacyTarget
+    from vestige.run_records import PrivacyTarget
 
     execution = Execution(engine, ray_address, workers, stack, device)
     account = account_of(budget)
@@ -187,7 +187,7 @@ def compare(
 
 def quick_specification() -> Any:
     from vestige.compare.specification import Contender, Problem, Specification
-    from vestige.records import PrivacyTarget
+    from vestige.run_records import PrivacyTarget
 
     names = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "uniform-memory"]
     return Specification(

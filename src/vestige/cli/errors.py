@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from vestige.processes.launch import followed
+from vestige.processes.torchrun import followed
 from vestige.questions import BudgetSpent
 from vestige.renaming import CLIP, GRAPHS, NOISE, PARTS, Now
 

@@ -14,14 +14,14 @@ from typer.core import TyperGroup
 
 import vestige
 from vestige.cli.errors import INTERRUPTED, FlagCommand, one_line_errors
-from vestige.processes.launch import require_alone
+from vestige.processes.torchrun import require_alone
 
 COMMANDS = {
     "train": ("models.train", "Train a model privately."),
     "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
     "synthesize": ("models.synthesize", "Make rows or texts that may be shared, of private ones."),
     "bound": (
-        "bound",
+        "private_bound",
         "Choose how many rows of one user take part, by one charged private question about their counts.",
     ),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
@@ -30,7 +30,7 @@ COMMANDS = {
         "Choose batch, steps, noise and learning rate for a budget of privacy and time, before any data is touched.",
     ),
     "verify": (
-        "checks",
+        "verify_and_doctor",
         "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
     ),
     "budget": (
@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "audit": ("audit", "Attack a method with a canary, and bound epsilon from below with a confidence."),
     "doctor": (
-        "checks",
+        "verify_and_doctor",
         "Examine a model and its data before training; name what is at fault (exit code 1 if anything is).",
     ),
     "methods": ("lists", "List the private optimizers, or describe one."),

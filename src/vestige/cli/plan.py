@@ -55,7 +55,7 @@ def plan(
         vestige plan --examples 160000 --users 10000 --rows-per-user 16 --epsilon 4 --time 10m --kind tabular
         --views-per-second 50000
     """
-    from vestige.compare.report import plans as report
+    from vestige.compare.report import plans_page as report
     from vestige.recipes.catalogue import find
     from vestige.recipes.planner import USUAL, Budget, seconds_of
     from vestige.recipes.planner import plan as planned
@@ -115,7 +115,7 @@ def _for_users(
 ) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
-    from vestige.recipes.users import mechanisms
+    from vestige.recipes.rows_or_users import mechanisms
 
     sizes = {"users": users, "rows_per_user": rows_per_user, "batch": choice["batch"], "steps": choice["steps"]}
     return [asdict(each) for each in mechanisms(**sizes, epsilon=epsilon, delta=delta)]
@@ -149,8 +149,8 @@ OPTIMISTIC = 8.0
 
 def _timed(recipe: Any, model: str | None, shape: str, device: str | None, planned: Callable[[float], object]) -> float:
     """Views a second on this machine. Where one example shows that no plan fits the time, the rest is not timed."""
-    from vestige.devices import check_device, default_device
     from vestige.recipes.throughput import views_per_second
+    from vestige.tf32 import check_device, default_device
 
     name = model or recipe.network
     if name in (None, "words"):

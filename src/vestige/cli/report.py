@@ -109,7 +109,7 @@ NEEDED = ("method", "epsilon", "epsilon_lower_bound", "confidence", "delta", "co
 
 
 def write_audits(files: list[Path], out: Path | None, figures: Path | None, title: str | None) -> Path:
-    from vestige.compare.report import audits as report
+    from vestige.compare.report import audits_page as report
     from vestige.files import make_folder
 
     audits = [_audit(path) for path in files]
@@ -148,7 +148,7 @@ def _size(bytes_: int) -> str:
 
 def _paper(comparison: Any) -> dict[str, Any] | None:
     """The paper's printed values beside ours, if the folder was made by `vestige reproduce`."""
-    from vestige.compare import presets as known
+    from vestige.compare import paper_presets as known
 
     made = known.of_folder(comparison.path)
     if made is None:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from vestige.cli.errors import refuse_if_given
-from vestige.cli.progress import (
+from vestige.cli.run_comparison import (
     AddressFlag,
     DeviceFlag,
     EngineFlag,
@@ -32,15 +32,15 @@ def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit.published_epsilons import READINGS, READINGS_WHAT, STUDIES
-    from vestige.compare import landscape
-    from vestige.compare.presets import PRESETS
+    from vestige.compare import loss_paths
+    from vestige.compare.paper_presets import PRESETS
 
     rows: list[dict[str, Any]]
     rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
     rows.append({"name": table3.NAME, "what": table3.WHAT, "paper": table3.PAPER, "missing": []})
     rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
     rows.append({"name": READINGS, "what": READINGS_WHAT, "paper": table3.PAPER, "missing": []})
-    rows.append({"name": landscape.NAME, "what": landscape.WHAT, "paper": landscape.PAPER, "missing": []})
+    rows.append({"name": loss_paths.NAME, "what": loss_paths.WHAT, "paper": loss_paths.PAPER, "missing": []})
     if as_json:
         print_json({"presets": rows})
         return
@@ -85,8 +85,8 @@ def reproduce(
     """
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit.published_epsilons import READINGS, STUDIES
-    from vestige.compare import landscape
-    from vestige.compare import presets as known
+    from vestige.compare import loss_paths
+    from vestige.compare import paper_presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
     from vestige.files import write_json
@@ -100,7 +100,7 @@ def reproduce(
             _lower_bounds(STUDIES[name], as_json)
         return
     path = out or Path("runs") / (f"{name}-small" if small else name)
-    if name == landscape.NAME:
+    if name == loss_paths.NAME:
         why = f"{name} trains on the bundled digits, one run after another, in this process"
         refuse_if_given(context, (*(each for each in EXECUTION if each != "seeds"), "data", "device"), why)
         _landscape(small, seeds, path, as_json)
@@ -143,10 +143,10 @@ def _without_privacy(preset: Any, specification: Any, small: bool, device: str |
     import copy
 
     from vestige.audit.inference import NON_PRIVATE, nonprivate_fit
-    from vestige.compare.execute import Source, task_of
-    from vestige.compare.presets import published
-    from vestige.devices import default_device
+    from vestige.compare.execute_run import Source, task_of
+    from vestige.compare.paper_presets import published
     from vestige.files import read_json, write_json
+    from vestige.tf32 import default_device
     from vestige.training.loop import accuracy
 
     file = path / "nonprivate.json"
@@ -168,7 +168,7 @@ def _without_privacy(preset: Any, specification: Any, small: bool, device: str |
 
 def _lower_bounds(study: Any, as_json: bool) -> None:
     """Print the epsilon that an adversary proves at a paper's own settings, beside the paper's claim."""
-    from vestige.compare.presets import published
+    from vestige.compare.paper_presets import published
 
     rows = []
     table = Table("dataset", "updates", "claimed", "at least", "at least, if all were kept", "verdict")
@@ -189,7 +189,7 @@ def _readings(as_json: bool) -> None:
     """Print what DPSGD-BR's accounting allows by decay and batch of the loss test, and what Figure 4 may count."""
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit import published_epsilons as epsilons
-    from vestige.compare.presets import published
+    from vestige.compare.paper_presets import published
 
     rows = list(epsilons.readings(published()))
     if as_json:
@@ -216,44 +216,44 @@ def _readings(as_json: bool) -> None:
 def _landscape(small: bool, seeds: int | None, path: Path, as_json: bool) -> None:
     """Walk each method over the loss, seed by seed; every line is written when it is done."""
     from vestige.checks import check_steps
-    from vestige.compare import landscape
+    from vestige.compare import loss_paths
     from vestige.files import make_folder, read_json, write_json
 
-    count = seeds if seeds is not None else 2 if small else landscape.Study.seeds
+    count = seeds if seeds is not None else 2 if small else loss_paths.Study.seeds
     check_steps(count, "seeds")
-    study = landscape.Study(steps=10 if small else landscape.Study.steps, seeds=count)
+    study = loss_paths.Study(steps=10 if small else loss_paths.Study.steps, seeds=count)
     make_folder(path)
     file = path / "paths.json"
     rows = list(read_json(file)["rows"]) if file.exists() else []
     done = {(row["label"], row["seed"]) for row in rows}
     with step_progress(not as_json) as bar, graceful_stop() as stopping:
-        show = bar("runs", count * len(landscape.LABELS))
+        show = bar("runs", count * len(loss_paths.LABELS))
         for seed in range(count):
-            wanted = [label for label in landscape.LABELS if (label, seed) not in done]
+            wanted = [label for label in loss_paths.LABELS if (label, seed) not in done]
             if seed == 0 and not (path / "paths.svg").exists():
-                wanted, rows = list(landscape.LABELS), [row for row in rows if row["seed"] != 0]
+                wanted, rows = list(loss_paths.LABELS), [row for row in rows if row["seed"] != 0]
             walked = {}
             for label in wanted:
-                walked[label], row = landscape.walk(study, label, seed)
+                walked[label], row = loss_paths.walk(study, label, seed)
                 rows.append(row)
                 write_json(file, {"rows": rows})
                 show(len(rows), label, None, None)
                 if stopping():
                     raise KeyboardInterrupt
             if seed == 0 and walked:
-                (path / "paths.svg").write_text(landscape.svg(landscape.drawn(walked)))
-    found = landscape.compared(rows)
+                (path / "paths.svg").write_text(loss_paths.svg(loss_paths.drawn(walked)))
+    found = loss_paths.compared(rows)
     if as_json:
-        print_json({"preset": landscape.NAME, "rows": rows, "compared": found, "notes": list(landscape.NOTES)})
+        print_json({"preset": loss_paths.NAME, "rows": rows, "compared": found, "notes": list(loss_paths.NOTES)})
         return
     table = Table("method", "quantity", "less DP-SGD's", "95%", "p", "seeds")
-    table.title, table.title_justify = f"{landscape.PAPER}: {landscape.WHAT}", "left"
+    table.title, table.title_justify = f"{loss_paths.PAPER}: {loss_paths.WHAT}", "left"
     for each in found:
         interval = "-" if each["low"] is None else f"{each['low']:+.3f} to {each['high']:+.3f}"
         numbers = (f"{each['difference']:+.3f}", interval, _plain(each["p"]), str(each["seeds"]))
         table.add_row(each["label"], each["quantity"], *numbers)
     stdout.print(table)
-    for line in landscape.NOTES:
+    for line in loss_paths.NOTES:
         stdout.print(f"assumed: {line}", markup=False)
     stdout.print(f"written to {path}: paths.json, and paths.svg of the first seed", markup=False)
 
@@ -262,9 +262,9 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
     """Who was trained on: every line is written when it is done, and only the missing ones are made."""
     from vestige import tasks
     from vestige.audit import dpsgd_br_table3 as table3
-    from vestige.compare.presets import published
-    from vestige.devices import check_device, default_device
+    from vestige.compare.paper_presets import published
     from vestige.files import make_folder, read_json, write_json
+    from vestige.tf32 import check_device, default_device
 
     study, printed = table3.small(data) if small else table3.Study(), published()["dpsgd_br"]
     tasks.check(study.task, data)

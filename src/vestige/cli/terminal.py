@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vestige.cli.errors import INTERRUPTED, fail
-from vestige.processes.launch import followed
+from vestige.processes.torchrun import followed
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, quiet=followed())
 stdout = Console(highlight=False, soft_wrap=True, quiet=followed())

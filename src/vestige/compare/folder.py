@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vestige.compare.runs import membership
+from vestige.compare.run_grid import membership
 from vestige.compare.specification import Specification
 from vestige.files import lock, make_folder, read_json, write_json
-from vestige.records import FORMAT_VERSION, FailedRun, Run, RunRecord, failed, read_record
+from vestige.run_records import FORMAT_VERSION, FailedRun, Run, RunRecord, failed, read_record
 
 
 class ComparisonFolder:

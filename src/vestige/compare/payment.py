@@ -9,11 +9,11 @@ from typing import Any
 
 from vestige import tasks
 from vestige.accounting import History
-from vestige.budget.account import Account, Budget, Provenance, account_of, pay
 from vestige.budget.book import Book
 from vestige.budget.holders import has_ended, this_process
-from vestige.compare import runs
-from vestige.compare.execute import Machine, asked_by
+from vestige.budget.spending import Account, Budget, Provenance, account_of, pay
+from vestige.compare import run_grid
+from vestige.compare.execute_run import Machine, asked_by
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
 from vestige.files import read_json, write_json
@@ -65,7 +65,7 @@ def paid(folder: ComparisonFolder, specification: Specification, machine: Machin
 
 def _due(folder: ComparisonFolder, specification: Specification, machine: Machine) -> list[tuple[History, int]]:
     """What the runs ask that are not on record, and how many ask it."""
-    asked = runs.all_runs(specification, folder.records(), lambda run: frozenset(asked_by(run, machine).items()))
+    asked = run_grid.all_runs(specification, folder.records(), lambda run: frozenset(asked_by(run, machine).items()))
     return [(dict(each), count) for each, count in asked.items()]
 
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 
-from vestige.budget.account import Budget
-from vestige.compare import runs, tables
-from vestige.compare.execute import Machine, examples, explain, memory_in_stack, perform, stackable
+from vestige.budget.spending import Budget
+from vestige.compare import result_rows, run_grid
+from vestige.compare.execute_run import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.payment import paid
 from vestige.compare.specification import Specification
 from vestige.methods.registry import ALIASES, METHODS
-from vestige.processes.launch import require_alone
-from vestige.records import FailedRun, Run, RunRecord, completed, failed
+from vestige.processes.torchrun import require_alone
+from vestige.run_records import FailedRun, Run, RunRecord, completed, failed
 
 SHOWN_EVERY = 0.3
 """Seconds between two updates of the progress display."""
@@ -132,15 +132,15 @@ class Meter:
     def __init__(self, folder: ComparisonFolder, on_progress: OnProgress | None) -> None:
         self.folder, self.on_progress = folder, on_progress
         self.specification = folder.specification()
-        self.grid = runs.grid_of(self.specification)
-        self.total = runs.total(self.specification, self.grid)
+        self.grid = run_grid.grid_of(self.specification)
+        self.total = run_grid.total(self.specification, self.grid)
         self._begin, self._before = time.monotonic(), len(folder.records())
 
     def show(self) -> None:
         if self.on_progress is None:
             return
         records = self.folder.records()
-        gone = runs.superseded(self.specification, self.grid, records)
+        gone = run_grid.superseded(self.specification, self.grid, records)
         standing = [record for record in records.values() if record.id not in gone]
         made = len(records) - self._before
         left = max(0, self.total - len(standing))
@@ -150,7 +150,7 @@ class Meter:
 
     def _best(self, records: Sequence[RunRecord]) -> str:
         """The best final row of the last task and largest budget that has one."""
-        rows = [row for row in tables.rows(records, self.specification.baseline) if row["mean"] is not None]
+        rows = [row for row in result_rows.rows(records, self.specification.baseline) if row["mean"] is not None]
         if not rows:
             return ""
         last = max(rows, key=lambda row: (row["budget_value"], row["mean"]))
@@ -309,8 +309,8 @@ class _Deaths:
 
 def _due_of(folder: ComparisonFolder) -> DueRuns:
     specification = folder.specification()
-    grid = runs.grid_of(specification)
-    return lambda records: runs.due(specification, grid, records)
+    grid = run_grid.grid_of(specification)
+    return lambda records: run_grid.due(specification, grid, records)
 
 
 def _dispatch(

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from vestige.checks import check_delta, check_rate, check_steps
 from vestige.files import read_value
-from vestige.records import PrivacyTarget
+from vestige.run_records import PrivacyTarget
 
 Rate = Literal["tuned", "auto", "given"]
 Chosen = Literal["each seed", "once"]

@@ -8,10 +8,10 @@ from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
 from vestige.assumptions import weakest
-from vestige.compare import runs, tables
+from vestige.compare import result_rows, run_grid
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.statistics import seeds_to_tell
-from vestige.records import completed, failed
+from vestige.run_records import completed, failed
 
 SUPERSEDED = "superseded"
 """The stage that a final run has in reports once its rate no longer wins."""
@@ -20,21 +20,21 @@ SUPERSEDED = "superseded"
 def summarised(folder: ComparisonFolder) -> dict[str, Any]:
     """Progress, rows, choices, prices and failures of a comparison."""
     specification, records = folder.specification(), folder.records()
-    grid = runs.grid_of(specification)
-    gone = runs.superseded(specification, grid, records)
+    grid = run_grid.grid_of(specification)
+    gone = run_grid.superseded(specification, grid, records)
     standing = [record for record in records.values() if record.id not in gone]
-    rows = tables.rows(standing, specification.baseline, chosen_once=specification.choose == "once")
+    rows = result_rows.rows(standing, specification.baseline, chosen_once=specification.choose == "once")
     tested = sum(row["p_holm"] is not None for row in rows)
     return {
         "folder": str(folder.path),
-        "total": runs.total(specification, grid),
+        "total": run_grid.total(specification, grid),
         "done": len(completed(standing)),
         "baseline": specification.baseline,
         "rows": rows,
         "tested": tested,
         "seeds_to_tell": seeds_to_tell(tested) if tested else None,
-        "choices": tables.choices(specification, grid, records),
-        "prices": tables.tuning_prices(specification, grid, records),
+        "choices": result_rows.choices(specification, grid, records),
+        "prices": result_rows.tuning_prices(specification, grid, records),
         "failed": [
             {
                 "id": record.id,
@@ -54,7 +54,7 @@ def summarised(folder: ComparisonFolder) -> dict[str, Any]:
 def reported_records(folder: ComparisonFolder) -> list[dict[str, Any]]:
     """Every record as JSON, for the report; final runs at a rate that no longer wins are marked as superseded."""
     specification, records = folder.specification(), folder.records()
-    gone = runs.superseded(specification, runs.grid_of(specification), records)
+    gone = run_grid.superseded(specification, run_grid.grid_of(specification), records)
     found = {name: record.to_json() for name, record in records.items()}
     for name in gone:
         found[name]["run"]["stage"] = SUPERSEDED
@@ -73,12 +73,12 @@ def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
 
 def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
     charged = [row["epsilon_with_tuning"] for row in rows if row["epsilon_with_tuning"] is not None]
-    runs = [row["trials"] * row["runs_per_trial"] for row in rows]
+    counts = [row["trials"] * row["runs_per_trial"] for row in rows]
     cost = f"together cost epsilon {_range(charged)}, all composed" if charged else "have no proven price"
     whose = f" ({', '.join(dict.fromkeys(row['method'] for row in rows))})" if named else ""
     return (
         f"price of tuning at {rows[0]['budget']}{whose}: epsilon {_range([row['epsilon_one_run'] for row in rows])} of "
-        f"the tuned rows is that of one final run alone; it and the {_range(runs)} runs that its rate was chosen by "
+        f"the tuned rows is that of one final run alone; it and the {_range(counts)} runs that its rate was chosen by "
         f"{cost}, if the held-out examples are public (they are scored without noise); the automatic rate costs nothing"
     )
 

@@ -17,7 +17,7 @@ from vestige.methods.base import Method
 from vestige.methods.registry import as_given, make_method
 from vestige.questions import Question
 from vestige.randomness.sampling import Sampling
-from vestige.records import CompletedRun, PrivacyTarget, completed
+from vestige.run_records import CompletedRun, PrivacyTarget, completed
 from vestige.training.planning import Request, questions, sampling_of, settled
 from vestige.training.verify import reprice
 

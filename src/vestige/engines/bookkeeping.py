@@ -22,21 +22,21 @@ import torch
 from torch import Tensor, nn
 
 from vestige.checks import RowsNotApart
-from vestige.devices import slack
-from vestige.engines.example_axis.functions import TrackedFunctions
+from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.expressions import full_precision
-from vestige.engines.per_example.gradients import Gradient, change
+from vestige.engines.per_example.gradient_forms import Gradient, change
+from vestige.engines.per_example.parameter_expressions import full_precision
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference, placed
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
+from vestige.mechanism.gradient_transforms import Term, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses
-from vestige.mechanism.transforms import Term, terms_of
-from vestige.processes.shards import ShardedSum
+from vestige.processes.parameter_shards import ShardedSum
+from vestige.tf32 import slack
 
 
 class BookKeeping:

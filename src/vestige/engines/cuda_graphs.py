@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.capture_guards import (
     NotCapturable,
@@ -28,14 +27,15 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
+from vestige.engines.captured_uploads import HostTransfers, Sent
 from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
-from vestige.engines.host_transfers import HostTransfers, Sent
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
+from vestige.mechanism.gradient_transforms import Term, only_mean, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
-from vestige.mechanism.transforms import Term, only_mean, terms_of
+from vestige.tf32 import tf32_convolutions, tf32_products
 
 SECONDS = 2.0
 """How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""

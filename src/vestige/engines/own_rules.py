@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from vestige.engines.example_axis.labels import untracked
-from vestige.engines.per_example.expressions import Kind, Operand, Pulled, tapped
-from vestige.engines.per_example.gradients import Dense, wide
-from vestige.engines.per_example.sequences import REGISTERED
+from vestige.engines.per_example.composite_layers import REGISTERED
+from vestige.engines.per_example.gradient_forms import Dense, wide
+from vestige.engines.per_example.parameter_expressions import Kind, Operand, Pulled, tapped
 from vestige.engines.per_example.uses import TrackedParameter
 
 TOLERANCE = 1e-3

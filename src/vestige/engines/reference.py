@@ -13,12 +13,12 @@ from torch.func import functional_call, grad, vmap
 
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import Rows, Tracker
-from vestige.engines.per_example.expressions import quietly
+from vestige.engines.per_example.parameter_expressions import quietly
 from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
-from vestige.processes.shards import ShardedSum
+from vestige.processes.parameter_shards import ShardedSum
 
 
 class Reference:

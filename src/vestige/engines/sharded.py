@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform
-from vestige.mechanism.transforms import terms_of
-from vestige.processes.shards import ShardedSum, Shards
+from vestige.mechanism.gradient_transforms import terms_of
+from vestige.processes.parameter_shards import ShardedSum, Shards
 
 
 class Sharded:

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige import tasks
-from vestige.budget.account import Budget, account_of
+from vestige.budget.spending import Budget, account_of
 from vestige.checks import check_steps, renamed, secure_mode
-from vestige.devices import check_device
 from vestige.finetuning.checkpoints import (
     Checkpoint,
     check_fits,
@@ -36,11 +35,12 @@ from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import as_given, make_method
 from vestige.processes.plan import processes
-from vestige.records import RunResult
+from vestige.run_records import RunResult
+from vestige.tf32 import check_device
 from vestige.training.loop import Record
+from vestige.training.private_statistics import given_bound
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
-from vestige.training.statistics import given_bound
 
 TASKS = ("classification", "causal-lm")
 USUAL_BATCH, USUAL_EPOCHS = 256, 3

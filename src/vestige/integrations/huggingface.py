@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from vestige.budget.account import Budget, account_of
+from vestige.budget.spending import Budget, account_of
 from vestige.files import read_tensors, write_json, write_tensors
 from vestige.integrations.model_card import keep_base_config, model_card, state_in
 from vestige.integrations.privacy_arguments import PrivacyArguments

@@ -10,7 +10,7 @@ from torch.func import vmap
 
 from vestige.checks import RowsNotApart
 from vestige.mechanism.clipping import Batch, Parameters
-from vestige.mechanism.transforms import Linear, Term
+from vestige.mechanism.gradient_transforms import Linear, Term
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from vestige.devices import without_tf32
 from vestige.mechanism.clipping import Batch, Loss
 from vestige.mechanism.losses.criteria import Form, example_losses
 from vestige.mechanism.text_padding import LABELS, MASK, TextPadding, alike
+from vestige.tf32 import without_tf32
 
 Admissible = Callable[[Tensor], Tensor]
 """Which of these targets, on the CPU, the loss can be taken of."""

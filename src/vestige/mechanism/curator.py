@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vestige.checks import RowsNotApart
-from vestige.devices import seed_draws
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.bad_rows import lost_for_good
@@ -31,7 +30,7 @@ from vestige.mechanism.clipping import (
 )
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Source
-from vestige.processes.shards import ShardedSum
+from vestige.processes.parameter_shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
@@ -39,6 +38,7 @@ from vestige.randomness.correlated import Independent, NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
+from vestige.tf32 import seed_draws
 
 Witness = Callable[[Tensor, Tensor], None]
 UNCOUNTED = 1 << 16

@@ -14,7 +14,7 @@ from vestige.mechanism.bad_rows import Admissible
 from vestige.mechanism.clipping import Batch
 from vestige.mechanism.loading import Ahead, Loading, Rows, Target, fields_of, form_of, labels_of, tensor_of
 from vestige.mechanism.text_padding import LABELS, PaddedAlone, TextPadding
-from vestige.processes import fingerprints
+from vestige.processes import data_fingerprints
 
 Data = Any
 """Tensors or arrays (inputs..., targets), or by name in a dictionary; or anything with rows that are such tuples or
@@ -73,8 +73,8 @@ class Examples:
     def nonprivate_hash(self, key: bytes) -> int:
         """Identifies these examples, in this order: all rows of tensors, some of those read one by one."""
         if self._rows is None:
-            return fingerprints.nonprivate_hash_of_columns(self._columns, key)
-        return fingerprints.nonprivate_hash_of_dataset(self._rows.dataset, key)
+            return data_fingerprints.nonprivate_hash_of_columns(self._columns, key)
+        return data_fingerprints.nonprivate_hash_of_dataset(self._rows.dataset, key)
 
     def shield(self, admissible: Admissible) -> None:
         """From now on, rows that cannot be read, or whose labels the loss cannot take, are left out of every batch."""

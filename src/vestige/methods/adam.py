@@ -23,7 +23,7 @@ from vestige.methods.registry import Neutral, register
 from vestige.optim import averaging
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.rules import AdamBC, Rule
-from vestige.randomness import schedules
+from vestige.randomness import noise_schedules
 
 Floor = Annotated[
     str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"
@@ -93,10 +93,10 @@ def adp_adamw(
 ) -> Method:
     """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""
     kinds = {
-        "exponential": schedules.ExponentialDecay,
-        "linear": schedules.LinearDecay,
-        "time": schedules.TimeDecay,
-        "step": schedules.StepDecay,
+        "exponential": noise_schedules.ExponentialDecay,
+        "linear": noise_schedules.LinearDecay,
+        "time": noise_schedules.TimeDecay,
+        "step": noise_schedules.StepDecay,
     }
     if schedule not in kinds:
         raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")

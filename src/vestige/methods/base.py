@@ -21,7 +21,7 @@ from vestige.optim.probes import Here, Probe
 from vestige.optim.rules import Rule, sgd
 from vestige.questions import Question, SampledGaussian
 from vestige.randomness.correlated import Noise, White
-from vestige.randomness.schedules import Constant, Schedule
+from vestige.randomness.noise_schedules import Constant, Schedule
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,16 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, options_of, register
-from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, ProgressSignal, PublicAccuracy
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
+from vestige.optim.phased_decay import (
+    Decay,
+    NoDecay,
+    NoisyCount,
+    NoisyLosses,
+    PhasedDecay,
+    ProgressSignal,
+    PublicAccuracy,
+)
 from vestige.optim.rules import sgd
 
 SigmaT = Annotated[float | None, "noise multiplier of the gradient (default: from the budget)"]

@@ -15,7 +15,7 @@ from vestige.checks import check_bound, check_number
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Batch, Clip, Field, Parameters, Transform
-from vestige.mechanism.transforms import Linear, Term, scaled
+from vestige.mechanism.gradient_transforms import Linear, Term, scaled
 from vestige.questions import SampledGaussian
 from vestige.randomness.release import Release
 
@@ -380,7 +380,7 @@ class Importance:
 class LeastSquares:
     """Asks once for the second moments of the rows before a linear head and solves for the head's weights (ridge).
 
-    The answer is a noised G = sum x x' and M = sum x y' (see `engines.second_moments`); the weights are
+    The answer is a noised G = sum x x' and M = sum x y' (see `engines.least_squares_moments`); the weights are
     (G + ridge)^-1 M, with G made symmetric and its negative eigenvalues, which can only be noise, set to zero. The
     ridge is `ridge` times the largest eigenvalue that the noise in G is expected to have, sqrt(2 rows) times its
     standard deviation: a public number. To choose it by G's smallest eigenvalue, as AdaSSP does, would take a question.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.devices import triton_available
+from vestige.tf32 import triton_available
 
 CACHED = 2**21
 """Numbers that stay in a CPU's cache between two reads: a window is read in blocks of columns of this size."""

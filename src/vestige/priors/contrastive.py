@@ -18,7 +18,7 @@ from torch.nn import functional
 import vestige
 from vestige.mechanism.groups import head_of
 from vestige.priors.generators import generator
-from vestige.tasks.features.pretrained import Prior, body
+from vestige.tasks.features.starting_weights import Prior, body
 from vestige.tasks.models import network
 
 TEMPERATURE = 2.0

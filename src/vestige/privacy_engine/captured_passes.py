@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vestige.devices import without_tf32
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.capture_guards import (
     NotCapturable,
@@ -33,6 +32,7 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
+from vestige.engines.captured_uploads import HostTransfers, Sent
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
     SECONDS,
@@ -52,17 +52,17 @@ from vestige.engines.cuda_graphs import (
     restore_device_draws,
 )
 from vestige.engines.example_axis.labels import NotApart, Rows, untracked
-from vestige.engines.host_transfers import HostTransfers, Sent
-from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
-from vestige.engines.per_example.gradients import Gradient, change, combine
+from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
+from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for_certain
-from vestige.privacy_engine.calls import Call
-from vestige.privacy_engine.tracking import Tracking
+from vestige.privacy_engine.call_arguments import Call
+from vestige.privacy_engine.row_labels import Tracking
+from vestige.tf32 import without_tf32
 
 Uses = dict[str, list[Gradient]]
 Lengths = Mapping[str, int]

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from vestige import accounting, assumptions
 from vestige.accounting.ledger import Ledger, LedgerError, LedgerHistory, read
-from vestige.budget.account import Budget, Provenance, attach, continued
+from vestige.budget.spending import Budget, Provenance, attach, continued
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
+from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.canaries import Canaries, check_count
 from vestige.engines.cuda_graphs import sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.taps import floating
@@ -31,7 +31,7 @@ from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean
-from vestige.mechanism.users.loops import LoaderOfUsers, of_users
+from vestige.mechanism.users.loaders_of_users import LoaderOfUsers, of_users
 from vestige.mechanism.users.ownership import ChosenBound, Ownership
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, make_method
@@ -48,12 +48,12 @@ from vestige.privacy_engine.microbatches import (
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner, require_ordinary
 from vestige.privacy_engine.passes import Passes
 from vestige.processes import checkpoints
-from vestige.processes.fingerprints import nonprivate_hash_of_dataset
+from vestige.processes.data_fingerprints import nonprivate_hash_of_dataset
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
 from vestige.processes.loops import ShardedLoop
+from vestige.processes.parameter_shards import Shards, require_summable
 from vestige.processes.plan import follow_first, processes, require_same_rows, sharded, unwrapped
-from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import HoldsKey, Randomness
@@ -61,7 +61,7 @@ from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.renaming import Now, renamed_arguments
 from vestige.tasks import of_file
-from vestige.training.detectors import Doubt, doubts, tell
+from vestige.training.assumption_doubts import Doubt, doubts, tell
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
 from vestige.training.results import Joined, OneRun, audited, known_of_a_run

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from vestige.engines.canaries import Canaries
-from vestige.mechanism.users.loops import LoaderOfUsers
+from vestige.engines.audit_canaries import Canaries
+from vestige.mechanism.users.loaders_of_users import LoaderOfUsers
 from vestige.mechanism.users.ownership import RowsOfEach
 from vestige.privacy_engine.microbatches import Microbatch, MicrobatchQueue
 from vestige.processes.group import ALONE, Processes

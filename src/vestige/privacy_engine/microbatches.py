@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from vestige.privacy_engine.tracking import Tracking
+    from vestige.privacy_engine.row_labels import Tracking
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
-from vestige.engines.example_axis.functions import ReadCount, ReadNumber
+from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
@@ -24,8 +24,8 @@ from vestige.optim.optimizers.foreach_step import Moves, balanced
 from vestige.optim.probes import At, ask
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes, PrivateCall
+from vestige.processes.parameter_shards import ShardedSum
 from vestige.processes.plan import require_same_group, require_same_model
-from vestige.processes.shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vestige.processes.group import answered
-from vestige.processes.shards import Shards
+from vestige.processes.parameter_shards import Shards
 
 MARK = "rows of"
 WHOLE = "rows of a tensor of shape"

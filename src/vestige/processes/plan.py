@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vestige.processes.group import ALONE, Group, Processes, answered, digest
-from vestige.processes.launch import launched
-from vestige.processes.shards import of_fsdp
+from vestige.processes.parameter_shards import of_fsdp
+from vestige.processes.torchrun import launched
 
 _group: Group | None = None
 

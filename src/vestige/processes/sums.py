@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vestige.processes.group import ALONE, Processes
-from vestige.processes.shards import ShardedSum, Shards
+from vestige.processes.parameter_shards import ShardedSum, Shards
 from vestige.randomness import lattice
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.gaussian import normal

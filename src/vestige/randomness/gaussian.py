@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.devices import triton_available
 from vestige.randomness import rounded_gaussian
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.streams import Stream
+from vestige.tf32 import triton_available
 
 PAIRS = 16384
 """Pairs of coordinates drawn at once on a CPU, few enough to stay near it. Reproducible runs depend on it."""

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.devices import triton_available
 from vestige.randomness import rounded_gaussian
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.streams import SecretStream, Stream
+from vestige.tf32 import triton_available
 
 ROUNDING = 2.0**-10
 """By how much more than its sensitivity a sum may move by rounding in float32; noise is made larger by as much."""

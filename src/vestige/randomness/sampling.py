@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from vestige.checks import check_rate, check_steps
-from vestige.devices import triton_available
 from vestige.questions import AllocatedGaussian, Question, SampledGaussian, TruncatedGaussian
 from vestige.randomness import binomial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.streams import Stream
+from vestige.tf32 import triton_available
 from vestige.units import Users
 
 DENSE = 1 / 32

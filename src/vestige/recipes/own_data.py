@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.mechanism.moments import with_moments
+from vestige.mechanism.feature_moments import with_moments
 from vestige.recipes.catalogue import find
 from vestige.renaming import PARTS, current
 from vestige.tasks import bag_of_words, bounded
-from vestige.tasks.features import pretrained
+from vestige.tasks.features import starting_weights
 from vestige.tasks.models import bag_linear, network
 from vestige.training.job import Job, method_of
 from vestige.training.run import Training, train
@@ -90,7 +90,7 @@ def recipe(
     if method.augment is not None:
         method.augment.check(tuple(inputs.shape[1:]))
     if prior is not None and not (train_with or {}).get("resume"):
-        pretrained.start_from(made, pretrained.read(prior))
+        starting_weights.start_from(made, starting_weights.read(prior))
     passed = {key: getattr(job, key) for key in PASSED}
     passed["max_physical_batch_size"] = part or job.physical_batch
     moments = wanted.moments(epsilon)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import log
 from typing import Any, Literal
 
-from vestige.mechanism.moments import PrivateMoments
+from vestige.mechanism.feature_moments import PrivateMoments
 
 KINDS = ("images", "features", "text", "tabular")
 Curve = tuple[tuple[float, float], ...]

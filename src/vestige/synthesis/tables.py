@@ -15,9 +15,8 @@ import numpy as np
 from vestige import accounting, tasks
 from vestige.accounting.ledger import Ledger
 from vestige.assumptions import ADJACENCY, Status, record
-from vestige.budget.account import Provenance, account_of, attach, continued
+from vestige.budget.spending import Provenance, account_of, attach, continued
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
-from vestige.devices import check_device
 from vestige.files import write_json
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
 from vestige.questions import Gaussian, Question
@@ -28,6 +27,7 @@ from vestige.synthesis.evolution import ITERATIONS, EvolutionPlan, Evolved, evol
 from vestige.synthesis.marginals import Fitted, MarginalsPlan, fitted
 from vestige.synthesis.output import Synthesis, card_of, check_writable, page_of, write_rows
 from vestige.synthesis.schema import BINS, Codes, Column, columns_of, described, read_table
+from vestige.tf32 import check_device
 from vestige.training.run_folder import RunFolder
 from vestige.units import Users
 

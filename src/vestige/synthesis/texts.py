@@ -29,8 +29,8 @@ from vestige.methods.base import written
 from vestige.questions import Gaussian
 from vestige.synthesis import quality
 from vestige.synthesis.output import Synthesis, card_of, check_writable, whole_page, write_rows
-from vestige.synthesis.prompts import LabelCounts, Prompts, counts_of, read_texts, shares_of
-from vestige.synthesis.sampling import Drawing, sampled, without_repeats
+from vestige.synthesis.prompted_texts import LabelCounts, Prompts, counts_of, read_texts, shares_of
+from vestige.synthesis.text_sampling import Drawing, sampled, without_repeats
 from vestige.training.loop import Record
 from vestige.training.run_folder import RunFolder
 

@@ -1,12 +1,12 @@
 """What is trained on what? Datasets, the models for them, and a user's own task."""
 
-from vestige.tasks.reading import LabelledTensors, require_public, users_of
-from vestige.tasks.rows import read_columns
-from vestige.tasks.subsets import Rows
-from vestige.tasks.tables import bounded
+from vestige.tasks.protocol_subsets import Rows
+from vestige.tasks.read_columns import read_columns
+from vestige.tasks.read_reviews import bag_of_words
+from vestige.tasks.read_tables import bounded
+from vestige.tasks.readers_common import LabelledTensors, require_public, users_of
+from vestige.tasks.rows_for_book import of_file, of_task, parts_of, source_of
 from vestige.tasks.task import Task, check, describe, load, load_table, names, reinitialised, subject
-from vestige.tasks.text import bag_of_words
-from vestige.tasks.whole_rows import of_file, of_task, parts_of, source_of
 
 __all__ = [
     "LabelledTensors",

@@ -10,9 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from vestige.tasks.images import Arrays, bundled_digits, cifar_files, mnist_files, no_files, read_images, whole_images
-from vestige.tasks.reading import LabelledTensors
-from vestige.tasks.text import BAG, BUCKETS, LENGTH, read_bags, read_reviews, whole_reviews
+from vestige.tasks.read_images import (
+    Arrays,
+    bundled_digits,
+    cifar_files,
+    mnist_files,
+    no_files,
+    read_images,
+    whole_images,
+)
+from vestige.tasks.read_reviews import BAG, BUCKETS, LENGTH, read_bags, read_reviews, whole_reviews
+from vestige.tasks.readers_common import LabelledTensors
 
 PIXELS = "Images are scaled by public constants only: (pixel / 255 - 0.5) / 0.5; float images are taken as they are."
 

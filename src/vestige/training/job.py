@@ -13,28 +13,28 @@ import torch
 
 from vestige import assumptions, tasks
 from vestige import balance as balances
-from vestige.budget.account import Budget, account_of
+from vestige.budget.spending import Budget, account_of
 from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed, secure_mode
-from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
-from vestige.mechanism.evaluation import PrivateEvaluation
+from vestige.mechanism.feature_moments import PrivateMoments, with_moments
 from vestige.mechanism.groups import HeadFirst, HeadLast, named_grouping, named_split
-from vestige.mechanism.moments import PrivateMoments, with_moments
+from vestige.mechanism.private_evaluation import PrivateEvaluation
 from vestige.methods.base import Method, by_group
 from vestige.methods.registry import as_given, make_method
 from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.processes.plan import processes
-from vestige.records import RunResult
-from vestige.tasks.features import encoders, pretrained
+from vestige.run_records import RunResult
+from vestige.tasks.features import encoders, starting_weights
 from vestige.tasks.models import lay_out
+from vestige.tf32 import check_device
 from vestige.training.loop import Record, evaluate
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS, begun
 from vestige.training.planning import paper_groups
+from vestige.training.private_statistics import given_bound
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
-from vestige.training.statistics import given_bound
 
 OnRecord = Callable[[Training, Record, float | None], bool]
 """Called with every step's record, and the accuracy on public test data when it was measured; False stops the run."""
@@ -189,8 +189,8 @@ def start(
             raise ValueError(f"features={job.features!r} is another encoder than the one that this run began with")
         beginning = {"features": identity}
     if job.prior is not None and not resume:  # a resumed run has its weights from its checkpoint
-        prior = pretrained.read(job.prior)
-        pretrained.start_from(task.model, prior)
+        prior = starting_weights.read(job.prior)
+        starting_weights.start_from(task.model, prior)
         beginning |= {"prior": {**prior.statement, "network": prior.network, "sha256": prior.content}}
     if method.augment is not None:
         with renamed({"copies": "augment"}):

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, Loss, Parameters
 from vestige.mechanism.curator import Curator
-from vestige.mechanism.transforms import one_after
+from vestige.mechanism.gradient_transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover
 from vestige.optim.probes import At, ask
 from vestige.optim.rules import Scheduling, scheduled
-from vestige.processes.shards import Shards
+from vestige.processes.parameter_shards import Shards
 from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.randomness.noise_schedules import level
 from vestige.randomness.release import Release
-from vestige.randomness.schedules import level
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.assumptions import EARLIER_ADJACENCY
-from vestige.engines.canaries import Canaries
+from vestige.engines.audit_canaries import Canaries
 from vestige.mechanism.curator import Curator
 from vestige.processes import checkpoints
 from vestige.processes.group import Processes
-from vestige.processes.shards import Shards
+from vestige.processes.parameter_shards import Shards
 from vestige.randomness.correlated import NoiseSequence
 from vestige.training.loop import TrainingState
 from vestige.training.planning import Request

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vestige.engines.memory import DeviceMemory, memory_of, tried_out
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform
-from vestige.mechanism.transforms import one_after
+from vestige.mechanism.gradient_transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.probes import At, ask
 from vestige.questions import SampledGaussian

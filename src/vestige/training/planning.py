@@ -15,9 +15,9 @@ from vestige.checks import check_delta, check_multiplier, check_number, check_ra
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
+from vestige.randomness.noise_schedules import Constant, level
 from vestige.randomness.sampling import Poisson, RowsOfUsers, Sampling, sampling_by_name
-from vestige.randomness.schedules import Constant, level
-from vestige.training.learning_rate import auto_rate, initial_weight_norm
+from vestige.training.automatic_rate import auto_rate, initial_weight_norm
 from vestige.units import Users
 
 DEFAULT_STEPS = 200

@@ -9,12 +9,12 @@ from math import exp, log
 from typing import Any
 
 from vestige import accounting
-from vestige.accounting.lower_bounds.bounds import one_run_bound
+from vestige.accounting.lower_bounds.bounds_from_scores import one_run_bound
 from vestige.assumptions import Stated
-from vestige.engines.canaries import Canaries
+from vestige.engines.audit_canaries import Canaries
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
-from vestige.records import Audited, Selection, Statement
+from vestige.run_records import Audited, Selection, Statement
 from vestige.training.loop import Record
 from vestige.training.planning import Plan
 

@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader
 from vestige import accounting, assumptions
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
-from vestige.budget.account import Budget, Provenance, attach, continued
+from vestige.budget.spending import Budget, Provenance, attach, continued
 from vestige.checks import check_number, check_steps, renamed
-from vestige.devices import check_device
-from vestige.engines.canaries import Canaries, PlantedEngine, PlantedExamples
+from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
+from vestige.engines.least_squares_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.registry import InBfloat16, engine_by_name
-from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
 from vestige.mechanism.bad_rows import Admissible, ignores_padding, made_up_pass
@@ -37,13 +36,13 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
-from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
 from vestige.mechanism.examples import Data, Examples, Source
+from vestige.mechanism.feature_moments import FirstSums
 from vestige.mechanism.frames import columns_of, is_frame
 from vestige.mechanism.loading import Loading, Target, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted, check_targets
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
-from vestige.mechanism.moments import FirstSums
+from vestige.mechanism.private_evaluation import Evaluator, PrivateEvaluation
 from vestige.mechanism.text_padding import TextPadding, ignored_for_certain
 from vestige.mechanism.users.ownership import ChosenBound, Most, facts_of_users, ownership, with_users
 from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
@@ -52,6 +51,7 @@ from vestige.methods.registry import make_method
 from vestige.optim.rules import Scheduling, grouped
 from vestige.processes.group import ALONE, Processes, digest
 from vestige.processes.ledger import ledger_of
+from vestige.processes.parameter_shards import Shards, require_summable
 from vestige.processes.plan import (
     follow_first,
     loss_of,
@@ -62,24 +62,24 @@ from vestige.processes.plan import (
     sharded,
     unwrapped,
 )
-from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
-from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.renaming import GRAPHS, NOISE, PARTS, VALIDATION, renamed_arguments
+from vestige.run_records import LedgerEnd, RunResult, Selection
 from vestige.tasks import of_file
+from vestige.tf32 import check_device
 from vestige.training import loggers, persistence
-from vestige.training.detectors import doubts, tell
+from vestige.training.assumption_doubts import doubts, tell
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
+from vestige.training.nonprivate_transcript import Transcript
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
+from vestige.training.private_statistics import PrivateStatistics
 from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
-from vestige.training.statistics import PrivateStatistics
-from vestige.training.transcript import Transcript
 from vestige.units import Users
 
 CHECKED_EVERY = 256

@@ -15,7 +15,7 @@ from vestige.assumptions import EARLIER_ADJACENCY, Stated
 from vestige.checks import check_delta
 from vestige.files import read_json
 from vestige.questions import Question
-from vestige.records import RunResult, Statement
+from vestige.run_records import RunResult, Statement
 from vestige.training.results import meant
 from vestige.training.run_folder import RunFolder
 from vestige.units import Users

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from comparisons import MANY, one_cell
-from vestige.compare.report import drawing, figures, style
+from vestige.compare.report import drawing, figures, series_looks
 from vestige.compare.report import page as report
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
@@ -73,7 +73,7 @@ def test_a_figure_in_a_file_needs_no_style_sheet_and_names_its_methods_below_the
     assert "var(" not in drawn
     assert "<style" not in drawn
     assert 'class="c0"' not in drawn
-    for colour in style.COLOURS:
+    for colour in series_looks.COLOURS:
         assert f"fill:{colour}" in drawn
         assert f"stroke:{colour}" in drawn
     tree = ElementTree.fromstring(drawn)
@@ -85,24 +85,24 @@ def test_a_figure_in_a_file_needs_no_style_sheet_and_names_its_methods_below_the
         assert min(float(words[name].get("y")) for name in MANY) > float(words["x"].get("y"))
     on_the_page = drawing.svg(figure, MANY)
     assert "fill:var(--c)" in on_the_page
-    assert not any(colour in on_the_page for colour in style.COLOURS)
+    assert not any(colour in on_the_page for colour in series_looks.COLOURS)
 
 
 def test_many_methods_look_apart_everywhere_and_hollow_still_means_not_told_apart(content):
-    seen = [style.look_of(name, MANY) for name in MANY]
-    assert len(MANY) > 2 * len(style.COLOURS)
+    seen = [series_looks.look_of(name, MANY) for name in MANY]
+    assert len(MANY) > 2 * len(series_looks.COLOURS)
     assert len({(look.colour, look.shape) for look in seen}) == len(MANY)
     assert len({(look.colour, look.dash) for look in seen}) == len(MANY)
-    shapes = {re.sub(r"M[^a-z]*", "", style.outline(look, 50, 50, 4)) for look in seen}
+    shapes = {re.sub(r"M[^a-z]*", "", series_looks.outline(look, 50, 50, 4)) for look in seen}
     assert len(shapes) == len({look.shape for look in seen}) == 3
     for look in seen:
         for hollow in (True, False):
-            assert ("stroke" in style.mark(look, 1, 1, 4, "", hollow)) == hollow
-        assert ("stroke-dasharray" in style.sample(look, 0, 0)) == (look.shape != "o")
+            assert ("stroke" in series_looks.mark(look, 1, 1, 4, "", hollow)) == hollow
+        assert ("stroke-dasharray" in series_looks.sample(look, 0, 0)) == (look.shape != "o")
     contenders = [{"label": name} for name in (*MANY, "fo", "bad")]
     page = report.page({**content, "specification": {**content["specification"], "contenders": contenders}})
     chips = re.findall(r'<button class="chip c(\d)".*?(<svg.*?</svg>)', page)
-    assert [key for _, key in chips[: len(MANY)]] == [style.key(look) for look in seen]
+    assert [key for _, key in chips[: len(MANY)]] == [series_looks.key(look) for look in seen]
     assert len(set(chips)) == len(contenders)
 
 
@@ -122,7 +122,7 @@ def test_the_legend_of_a_png_lies_below_its_plot(kind, tmp_path, monkeypatch):
     assert legend.get_window_extent().x0 >= 0
     assert axes.get_window_extent().height > 0.5 * canvas.bbox.height
     drawn = axes.lines if kind == "line" else [bars[0] for bars in axes.containers]
-    assert [each.get_marker() for each in drawn] == [style.look_of(name, MANY).shape for name in MANY]
+    assert [each.get_marker() for each in drawn] == [series_looks.look_of(name, MANY).shape for name in MANY]
     pyplot.close(canvas)
 
 

@@ -13,13 +13,13 @@ from comparisons import MANY, SMALL, one_cell
 from vestige.cli import main
 from vestige.cli import report as cli_report
 from vestige.cli.report import write_report
-from vestige.compare import presets, tables
+from vestige.compare import paper_presets, result_rows
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import figures
 from vestige.compare.report import page as report
 from vestige.compare.report import privacy as report_privacy
 from vestige.compare.report.privacy import privacy
-from vestige.records import Run, read_record
+from vestige.run_records import Run, read_record
 
 
 def test_the_page_is_one_small_file_that_asks_nobody(content):
@@ -55,7 +55,7 @@ def enlarged(content, tasks=3, budgets=4, seeds=10, factors=7):
     ]
     summary = {
         **content["summary"],
-        "rows": tables.rows(map(read_record, records), "dp-sgd"),
+        "rows": result_rows.rows(map(read_record, records), "dp-sgd"),
         "choices": [{**choice, **each, "factor": 1.0} for each in where],
         "prices": [{**price, **each} for each in where],
         "failed": [],
@@ -108,7 +108,7 @@ def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
     marked = {**content, "records": records}
     assert {row["stage"] for row in report._run_table(marked)} == {"tuning", "auto", "superseded"}
     standing = [read_record(each) for each in records if each["run"]["stage"] != "superseded"]
-    assert {row["rate"] for row in tables.rows(standing, "dp-sgd") if row["mean"] is not None} == {"auto"}
+    assert {row["rate"] for row in result_rows.rows(standing, "dp-sgd") if row["mean"] is not None} == {"auto"}
     drawn = [figure for figure in figures.figures(marked) if figure.key.startswith(("steps-", "spent-"))]
     assert drawn
     assert all(0.123 not in point for figure in drawn for series in figure.series for point in series.points)
@@ -241,6 +241,6 @@ def test_the_report_of_a_reproduction_sets_the_paper_beside_it(folder, tmp_path)
     shutil.copytree(folder, copied)
     (copied / "preset.json").write_text('{"preset": "fo-table3", "small": true}')
     page = write_report(copied, None, None, None).read_text()
-    for words in ('id="paper"', "0.3654", "Made with --small", presets.find("fo-table3").notes[1]):
+    for words in ('id="paper"', "0.3654", "Made with --small", paper_presets.find("fo-table3").notes[1]):
         assert words in page
     assert 'id="paper"' not in write_report(folder, tmp_path / "plain.html", None, None).read_text()

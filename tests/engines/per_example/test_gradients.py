@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from engine_checks import Out, close, silent, targets
-from vestige import devices
-from vestige.engines.per_example import gradients
-from vestige.engines.per_example.gradients import Geometry, Gradient, Lookup, Outer, Patches, Routed, Tied, change
+from vestige import tf32
+from vestige.engines.per_example import gradient_forms
+from vestige.engines.per_example.gradient_forms import Geometry, Gradient, Lookup, Outer, Patches, Routed, Tied, change
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 4, "dilation": 2}])
@@ -56,12 +56,12 @@ def test_the_norms_of_the_terms_of_a_convolution_add_up(rank, options):
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("convolutions", [False, True])
 def test_there_is_slack_where_tf32_may_round_up(products, convolutions, monkeypatch):
-    monkeypatch.setattr(devices, "tf32_products", lambda: products)
-    monkeypatch.setattr(devices, "tf32_convolutions", lambda: convolutions)
+    monkeypatch.setattr(tf32, "tf32_products", lambda: products)
+    monkeypatch.setattr(tf32, "tf32_convolutions", lambda: convolutions)
     rounded = 1 + 2**-10  # each factor of a product, at most
-    share = rounded**2 * devices.slack(SimpleNamespace(is_cuda=True))
+    share = rounded**2 * tf32.slack(SimpleNamespace(is_cuda=True))
     assert share == pytest.approx(1.0 if products or convolutions else rounded**2, abs=1e-12)
-    assert devices.slack(torch.zeros(1)) == 1.0  # a CPU does not round so
+    assert tf32.slack(torch.zeros(1)) == 1.0  # a CPU does not round so
 
 
 def rounded(tensor: Tensor, nearest: bool) -> Tensor:
@@ -93,9 +93,9 @@ def test_however_terms_cancel_tf32_lifts_no_share_over_the_bound(kind, nearest, 
 
     looked_at = in_tf32(patches.image, patches.signal) if measured == "in tf32" else patches
     bare = looked_at.norms(2.0**-23)
-    monkeypatch.setattr(gradients, "convolves_in_tf32", lambda tensor: True)
+    monkeypatch.setattr(gradient_forms, "convolves_in_tf32", lambda tensor: True)
     norms = looked_at.norms(2.0**-23)
-    close(norms, bare + devices.MARGIN * looked_at._lengths())
+    close(norms, bare + tf32.MARGIN * looked_at._lengths())
     bound = 0.3 * bare.min().item()
 
     def shares(norms: Tensor) -> Tensor:
@@ -159,9 +159,9 @@ def test_products_in_tf32_carry_a_margin_too(monkeypatch):
     tied = Tied(Lookup(torch.zeros(3, 2, dtype=torch.long), torch.randn(3, 2, 5), 4), outer)
     lengths = (outer.left.norm(dim=2) * outer.right.norm(dim=2)).sum(dim=1)
     bare = outer.norms(2.0**-23), tied.norms(2.0**-23)
-    monkeypatch.setattr(gradients, "multiplies_in_tf32", lambda tensor: True)
-    close(outer.norms(2.0**-23), bare[0] + devices.MARGIN * lengths)
-    assert (tied.norms(2.0**-23) >= bare[1] + devices.MARGIN * lengths).all()
+    monkeypatch.setattr(gradient_forms, "multiplies_in_tf32", lambda tensor: True)
+    close(outer.norms(2.0**-23), bare[0] + tf32.MARGIN * lengths)
+    assert (tied.norms(2.0**-23) >= bare[1] + tf32.MARGIN * lengths).all()
 
 
 def doubled(tensor: Tensor) -> Tensor:

@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vestige import devices
-from vestige.devices import products_in_tf32, tf32_products
+from vestige import tf32
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.gradients import Geometry, Patches
+from vestige.engines.per_example.gradient_forms import Geometry, Patches
+from vestige.tf32 import products_in_tf32, tf32_products
 
-gpu = pytest.mark.skipif(not devices.triton_available(), reason="needs a GPU and Triton")
+gpu = pytest.mark.skipif(not tf32.triton_available(), reason="needs a GPU and Triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 fused = pytest.mark.skipif(
-    not (devices.triton_available() or INTERPRETED),
+    not (tf32.triton_available() or INTERPRETED),
     reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1",
 )
-DEVICE = "cuda" if devices.triton_available() else "cpu"
+DEVICE = "cuda" if tf32.triton_available() else "cpu"
 lengths = st.integers(1, 70)
 
 
@@ -114,7 +114,7 @@ def laid(tensor, last, dtype=None):
 @pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (2, 8, 1, 16, 16), (2, 16, 16, 3, 1)])
 @pytest.mark.parametrize("given", ["weight and bias", "weight", "bias", "nothing"])
 def test_fused_group_norm(shape, given, last, dtype):
-    from vestige.engines.per_example import triton_norms
+    from vestige.engines.per_example import triton_norm_layers
 
     examples, channels, groups, *space = shape
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def test_fused_group_norm(shape, given, last, dtype):
     exact = (None if each is None else each.double() for each in (weight, bias))
     want = torch.native_group_norm(inputs.double(), *exact, examples, channels, space[0] * space[1], groups, 1e-5)
     there = [None if each is None else each.to(DEVICE) for each in (weight, bias)]
-    got = triton_norms.group_norm(laid(inputs, last), *there, groups, 1e-5, torch.float32)
+    got = triton_norm_layers.group_norm(laid(inputs, last), *there, groups, 1e-5, torch.float32)
     for ours, theirs in zip(got, want, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-4)
@@ -135,7 +135,7 @@ def test_fused_group_norm(shape, given, last, dtype):
 @pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (2, 8, 1, 16, 16), (2, 16, 16, 3, 1)])
 @pytest.mark.parametrize("affine", [True, False])
 def test_fused_group_norm_backward(shape, affine, last, dtype):
-    from vestige.engines.per_example import triton_norms
+    from vestige.engines.per_example import triton_norm_layers
 
     examples, channels, groups, *space = shape
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_fused_group_norm_backward(shape, affine, last, dtype):
     weight = layer.weight.detach().repeat_interleave(2)[::2].to(DEVICE)
     assert DEVICE == "cpu" or kernels.can_fuse_group_norm(laid(inputs, last), groups)
     arguments = [laid(inputs, last), signals.to(DEVICE), *(each.to(DEVICE) for each in statistics)]
-    got = triton_norms.group_norm_backward(*arguments, weight, groups)
+    got = triton_norm_layers.group_norm_backward(*arguments, weight, groups)
     assert got[0].dtype == dtype
     for ours, exact, tolerance in zip(got, want, (1e-3 if dtype == torch.float16 else 1e-4, 1e-4, 1e-4), strict=True):
         torch.testing.assert_close(ours.cpu().double(), exact, rtol=tolerance, atol=2e-3)
@@ -158,7 +158,7 @@ def test_fused_group_norm_backward(shape, affine, last, dtype):
 @fused
 @pytest.mark.parametrize("shape", [(4, 6, 6, 5, 3), (3, 12, 3, 8, 8)])
 def test_fused_group_norms_of_channels_that_are_no_power_of_two(shape):
-    from vestige.engines.per_example import triton_norms
+    from vestige.engines.per_example import triton_norm_layers
 
     examples, channels, groups, *space = shape
     torch.manual_seed(0)
@@ -169,11 +169,11 @@ def test_fused_group_norms_of_channels_that_are_no_power_of_two(shape):
     )
     layer = torch.nn.GroupNorm(groups, channels)
     layer.weight.data.copy_(weight)
-    output, *statistics = triton_norms.group_norm(
+    output, *statistics = triton_norm_layers.group_norm(
         laid(inputs, False), weight.to(DEVICE), None, groups, 1e-5, torch.float32
     )
     torch.testing.assert_close(output.cpu(), layer(inputs).detach(), rtol=1e-4, atol=1e-4)
-    got = triton_norms.group_norm_backward(
+    got = triton_norm_layers.group_norm_backward(
         laid(inputs, False), signals.to(DEVICE), *statistics, weight.to(DEVICE), groups
     )
     for ours, exact in zip(got, norm_gradients(layer, inputs, signals), strict=True):
@@ -190,9 +190,9 @@ def test_products_of_filters(shape, device):
 @fused
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 7, 300, 5), (9, 3, 600, 3), (4, 6, 27, 8)])
 def test_fused_products_of_filters(shape):
-    from vestige.engines.per_example import triton_kernels
+    from vestige.engines.per_example import triton_gradient_norms
 
-    check_filter_products(triton_kernels.filter_products, *shape, DEVICE)
+    check_filter_products(triton_gradient_norms.filter_products, *shape, DEVICE)
 
 
 def check_filter_products(function, examples, filters, numbers, factors, device):
@@ -253,14 +253,14 @@ def test_pieces_of_rows():
 def test_what_lies_between_rows_is_nobody_elses_to_blank(cut, monkeypatch):
     if INTERPRETED:
         monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
-    from vestige.engines.per_example import triton_kernels
+    from vestige.engines.per_example import triton_gradient_norms
 
     whole = torch.ones(4, 3, 40, device=DEVICE)
     rows = torch.tensor([True, False, True, False], device=DEVICE)
     want = whole.clone()
     want[(rows, *cut)] = 0
     tensor = whole[(slice(None), *cut)]
-    triton_kernels.blank_rows(tensor, rows, *kernels._pieces(tensor))
+    triton_gradient_norms.blank_rows(tensor, rows, *kernels._pieces(tensor))
     assert torch.equal(whole, want)
 
 
@@ -326,7 +326,7 @@ SHAPES = [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0,
 def test_fused_norms(shape, dtype, tf32, monkeypatch):
     if INTERPRETED:
         monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
-    from vestige.engines.per_example import triton_kernels
+    from vestige.engines.per_example import triton_gradient_norms
 
     torch.manual_seed(3)
     examples, positions, out, width = shape
@@ -342,7 +342,7 @@ def test_fused_norms(shape, dtype, tf32, monkeypatch):
     tolerance = 1e-2 if tf32 or dtype == torch.bfloat16 else 1e-4
     apart = left.new_full((examples, positions, out + 3), torch.nan)[..., :out].copy_(left)
     with products_in_tf32(tf32):
-        norms, sums = triton_kernels.outer_norms(apart, right, (out + 3, width), hidden, unit, margin)
+        norms, sums = triton_gradient_norms.outer_norms(apart, right, (out + 3, width), hidden, unit, margin)
     with mock.patch.object(kernels, "rounding", return_value=hidden):
         want = kernels.bounded(squares, lengths, unit, margin)
     finite = lengths.isfinite()
@@ -381,7 +381,7 @@ def test_fused_norms(shape, dtype, tf32, monkeypatch):
 def test_fused_convolution(
     channels, outputs, groups, kernel, stride, padding, dilation, space, views, dtype, tf32, last, keep, monkeypatch
 ):
-    from vestige.engines.per_example import triton_kernels
+    from vestige.engines.per_example import triton_gradient_norms
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     torch.manual_seed(4)
@@ -393,7 +393,9 @@ def test_fused_convolution(
     want = Patches(*rows, Geometry(kernel, stride, padding, dilation, groups)).dense()
     assert DEVICE == "cpu" or kernels.can_fuse_convolution(image.cuda(), signal.cuda(), groups)
     shape = (kernel, stride, padding, dilation, groups)
-    got, squares = triton_kernels.convolution_gradients(laid(image, last), laid(signal, False), shape, keep, views)
+    got, squares = triton_gradient_norms.convolution_gradients(
+        laid(image, last), laid(signal, False), shape, keep, views
+    )
     tolerance = 1e-2 if tf32 and dtype == torch.float32 else 1e-4
     if keep:
         assert got.shape == want.shape
@@ -441,8 +443,8 @@ def test_without_tf32_either_interface_may_be_asked_and_is_left_as_it_was(legacy
         cudnn.allow_tf32 = legacy
         write("cuda", "conv", conv)
         mine = now()
-        with devices.without_tf32():
-            assert not devices.tf32_convolutions()
+        with tf32.without_tf32():
+            assert not tf32.tf32_convolutions()
             if mine[0] is not None:
                 assert not cudnn.allow_tf32
                 with cudnn.flags(enabled=False):

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from loops import flat, oracle, private
 from other_models import OTHERS, built, called, exact, nothing_replayed, positional
-from vestige.engines.per_example import expressions, kernels
+from vestige.engines.per_example import kernels, parameter_expressions
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -76,7 +76,7 @@ def test_rows_that_are_laid_apart(name, monkeypatch):
     monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})
     monkeypatch.setattr(kernels, "LONG", 5)
     monkeypatch.setattr(kernels, "LARGE", 1)
-    monkeypatch.setattr(expressions, "aligned", lambda signal: apart.append(aligned(signal)) or apart[-1])
+    monkeypatch.setattr(parameter_expressions, "aligned", lambda signal: apart.append(aligned(signal)) or apart[-1])
     assert off(step_of_a_loop(built(name), name)) < 1e-5
     exact(*positional(name, 4))
     assert any(signal.shape[-1] == 97 and signal.stride(-2) == 128 for signal in apart) is (

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_checks import Out, ask, check, clips, property_test, run, silent, sizes, square, targets
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example.sequences import recurrent
+from vestige.engines.per_example.composite_layers import recurrent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 

@@ -13,8 +13,8 @@ from engine_checks import silent, targets
 from other_models import nothing_replayed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import uses
-from vestige.engines.per_example.forms import Derived
-from vestige.engines.per_example.gradients import Dense
+from vestige.engines.per_example.gradient_forms import Dense
+from vestige.engines.per_example.parameter_functions import Derived
 from vestige.engines.per_example.standardised import PulledBack, Standardised, WayBack, standardised
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat

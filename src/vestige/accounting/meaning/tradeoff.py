@@ -14,7 +14,7 @@ from vestige.accounting.composition import (
     largest_loss,
     loss_distribution,
 )
-from vestige.accounting.lower_bounds.bounds import deltas_of_mu
+from vestige.accounting.lower_bounds.bounds_from_scores import deltas_of_mu
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History, occasions
 

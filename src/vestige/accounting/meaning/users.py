@@ -11,8 +11,8 @@ from vestige.accounting.guarantees import LARGEST_LOSS, Facts, Guarantee, guaran
 from vestige.accounting.theorems import History
 from vestige.assumptions import Stated
 from vestige.checks import check_steps
+from vestige.lazy_scipy import brentq
 from vestige.questions import Question
-from vestige.solvers import brentq
 from vestige.units import Users
 
 LARGEST_EPSILON = 500.0

@@ -85,8 +85,8 @@ def open_(
         vestige budget open visits.book --data visits.csv --epsilon 4 --delta 1e-6 --part-by year
     """
     from vestige.budget import Book, slots_of, terms
-    from vestige.budget.account import rows_file
     from vestige.budget.identity import RowSet, fingerprint, make_key, note_book
+    from vestige.budget.spending import rows_file
     from vestige.checks import check_delta
     from vestige.files import read_json
     from vestige.tasks import of_task, parts_of
@@ -126,8 +126,8 @@ def _require_first(key: Path, hashes: Any) -> None:
     """Refuse a second book for rows that have one: who opens another begins to count anew."""
     import numpy as np
 
-    from vestige.budget.account import rows_file
     from vestige.budget.identity import books_of
+    from vestige.budget.spending import rows_file
 
     for name in books_of(key):
         rows = rows_file(Path(name))

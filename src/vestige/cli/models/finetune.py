@@ -137,8 +137,8 @@ def finetune(
 
         vestige finetune --resume my-run
     """
-    from vestige.devices import default_device
     from vestige.finetuning.job import FineTuning, complete, load, start
+    from vestige.tf32 import default_device
 
     if resume is not None:
         there: dict[str, Any] = {"data": data, "test": test, "device": device}

@@ -44,13 +44,13 @@ def prior(
 
         vestige prior show prior.pt
     """
-    from vestige.tasks.features import pretrained
+    from vestige.tasks.features import starting_weights
 
     if action == "show":
         refuse_others(context, ("action", "file", "as_json"), "show takes a file alone")
         if file is None:
             raise ValueError("file=None: give the file to show")
-        found = pretrained.read(file)
+        found = starting_weights.read(file)
         _show(file, found, as_json)
         return
     if action != "make":
@@ -59,8 +59,8 @@ def prior(
         raise ValueError(f"file={str(file)!r}: make writes to --out")
     if out.exists():
         raise ValueError(f"out={str(out)!r} exists: name another file")
-    from vestige.devices import check_device, default_device
     from vestige.priors.contrastive import Plan, make
+    from vestige.tf32 import check_device, default_device
 
     plan = Plan(
         generator=generator, network=model, size=size, images=images, steps=steps, batch=batch, lr=lr, seed=seed

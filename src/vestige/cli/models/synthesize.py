@@ -161,7 +161,7 @@ def synthesize(
 
         vestige synthesize --resume synth
     """
-    from vestige.devices import default_device
+    from vestige.tf32 import default_device
 
     where = device or default_device()
     path = resume or out or Path("runs") / f"synth-{time.strftime('%Y%m%d-%H%M%S')}"

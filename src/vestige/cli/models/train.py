@@ -43,11 +43,11 @@ from vestige.cli.models.method_flags import with_method_options
 from vestige.cli.terminal import Json, Trust, graceful_stop, print_json, stderr, stdout, step_progress
 
 if TYPE_CHECKING:
-    from vestige.records import RunResult
+    from vestige.run_records import RunResult
     from vestige.training.job import Job
     from vestige.training.loop import Record
+    from vestige.training.nonprivate_transcript import Transcript
     from vestige.training.run import Training
-    from vestige.training.transcript import Transcript
     from vestige.units import Users
 
 
@@ -210,7 +210,7 @@ def train(
 
         vestige train --resume runs/digits-mlp-dp-sgd-20260101-120000
     """
-    from vestige.devices import default_device
+    from vestige.tf32 import default_device
     from vestige.training import loggers
     from vestige.training.job import Job, complete, load, start
 

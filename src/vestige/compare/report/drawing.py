@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vestige.compare.report.html import text
-from vestige.compare.report.style import KEY, Look, line, look_of, mark, outline, sample
+from vestige.compare.report.series_looks import KEY, Look, line, look_of, mark, outline, sample
 
 Point = tuple[float, float, float | None, float | None]
 """x, y, and the ends of the interval around y."""

@@ -13,7 +13,7 @@ from vestige.compare.report.drawing import Figure, png, svg
 from vestige.compare.report.figures import figures
 from vestige.compare.report.html import ALIGNED, items, table, text
 from vestige.compare.report.privacy import privacy
-from vestige.compare.report.style import key, look_of
+from vestige.compare.report.series_looks import key, look_of
 
 NAMED = 5
 """A sentence names up to this many methods; more are counted, and named when the reader unfolds them."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from vestige.compare.stacked.draws import Draws
 from vestige.compare.stacked.learner import StackedRun, alike, layout_of, scales_of
 from vestige.compare.stacked.mlp import MLP, square
-from vestige.devices import SLACK
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, weights
@@ -23,9 +22,10 @@ from vestige.optim.learner import for_each
 from vestige.optim.probes import At, ask
 from vestige.questions import Question, SampledGaussian
 from vestige.randomness import lattice
+from vestige.randomness.noise_schedules import Schedule, level
 from vestige.randomness.release import Release
 from vestige.randomness.rounded_gaussian import STEPS
-from vestige.randomness.schedules import Schedule, level
+from vestige.tf32 import SLACK
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from vestige.checks import check_rate, renamed
 from vestige.compare.stacked.curator import StackedCurator, StackedExamples
 from vestige.compare.stacked.learner import StackedLearner, StackedRun, alike
 from vestige.compare.stacked.mlp import MLP, chain
-from vestige.devices import products_in_tf32
 from vestige.layout import Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.methods.base import Method
 from vestige.questions import Question
+from vestige.tf32 import products_in_tf32
 
 __all__ = ["RunProgress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]
 

@@ -27,7 +27,7 @@ from vestige.engines.example_axis.labels import (
     mixed,
     spared,
 )
-from vestige.engines.example_axis.orders import Ordered, moved, sorted_examples
+from vestige.engines.example_axis.reordered_examples import Ordered, moved, sorted_examples
 
 MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_add_", "index_put", "_index_put_impl_")
 """Operators that may put rows in another order, or back in place."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.devices import tf32_products, triton_available
+from vestige.tf32 import tf32_products, triton_available
 
 Pair = tuple[int, int]
 ALIGNED, LONG, LARGE = {"cuda"}, 2048, 2**22
@@ -19,11 +19,11 @@ def outer_norms(left: Tensor, right: Tensor, unit: float, margin: float = 0.0) -
     """Norms of sum_t outer(left[i, t], right[i, t]), `bounded`, and the sums of the norms of its terms: [examples]
     each, from [examples, positions, width] each."""
     if left.is_cuda and left.dtype != torch.float64 and triton_available():
-        from vestige.engines.per_example import triton_kernels
+        from vestige.engines.per_example import triton_gradient_norms
 
         left, right = in_rows(left), in_rows(right)
         steps = row_step(left) or 0, row_step(right) or 0
-        return triton_kernels.outer_norms(left, right, steps, rounding(left), unit, margin)
+        return triton_gradient_norms.outer_norms(left, right, steps, rounding(left), unit, margin)
     squares, lengths = outer_squares(left, right)
     return bounded(squares, lengths, unit, margin), lengths
 
@@ -92,11 +92,11 @@ def convolution_gradients(
     side, add up. `shape` is kernel, stride, padding and dilation, each (height, width), and groups. Products of numbers
     in half precision are exact, and added up in float32.
     """
-    from vestige.engines.per_example import triton_kernels
+    from vestige.engines.per_example import triton_gradient_norms
 
     if image.dtype != signal.dtype:
         image, signal = image.float(), signal.float()
-    return triton_kernels.convolution_gradients(image, signal, shape, keep, rows)
+    return triton_gradient_norms.convolution_gradients(image, signal, shape, keep, rows)
 
 
 def filter_products(dense: Tensor, against: Tensor) -> Tensor:
@@ -104,9 +104,9 @@ def filter_products(dense: Tensor, against: Tensor) -> Tensor:
     the first of `against` [factors, filters, numbers], that of its norm as it is, and its inner product with each other
     one: [examples, filters, factors + 1]."""
     if dense.is_cuda and dense.dtype == torch.float32 and dense.numel() and triton_available():
-        from vestige.engines.per_example import triton_kernels
+        from vestige.engines.per_example import triton_gradient_norms
 
-        return triton_kernels.filter_products(dense.contiguous(), against.contiguous())
+        return triton_gradient_norms.filter_products(dense.contiguous(), against.contiguous())
     norms = torch.stack([torch.linalg.vector_norm(each, dim=2) for each in (dense * against[0], dense)], dim=2)
     inner = torch.bmm(dense.transpose(0, 1), against[1:].permute(1, 2, 0)).transpose(0, 1)
     return torch.cat([norms.square(), inner], dim=2)
@@ -117,9 +117,9 @@ def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
     where no row is to go."""
     pieces = _pieces(tensor) if in_place and tensor.is_cuda and tensor.numel() and triton_available() else None
     if pieces is not None:
-        from vestige.engines.per_example import triton_kernels
+        from vestige.engines.per_example import triton_gradient_norms
 
-        triton_kernels.blank_rows(tensor, rows, *pieces)
+        triton_gradient_norms.blank_rows(tensor, rows, *pieces)
         return tensor
     return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
@@ -236,9 +236,9 @@ def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) 
     From input and the gradient of the output, [examples, positions, width] each, and the statistics of every position.
     """
     if input.is_cuda and torch.float64 not in (input.dtype, signal.dtype) and triton_available():
-        from vestige.engines.per_example import triton_norms
+        from vestige.engines.per_example import triton_norm_layers
 
-        return triton_norms.layer_norm_sums(input, signal, mean, scale)
+        return triton_norm_layers.layer_norm_sums(input, signal, mean, scale)
     wide = torch.promote_types(signal.dtype, torch.float32)
     shape = (*input.shape[:2], 1)
     standard = (input.to(wide) - mean.view(shape)) * scale.view(shape)
@@ -267,9 +267,9 @@ def group_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A group norm in this precision, and the mean and inverse deviation of each row's groups; on a GPU in one pass."""
     if input.is_cuda:
-        from vestige.engines.per_example import triton_norms
+        from vestige.engines.per_example import triton_norm_layers
 
-        return triton_norms.group_norm(input, weight, bias, groups, eps, dtype)
+        return triton_norm_layers.group_norm(input, weight, bias, groups, eps, dtype)
     sizes = (len(input), input.shape[1], input.shape[2:].numel(), groups)
     output, mean, scale = torch.native_group_norm(input.to(dtype).contiguous(), weight, bias, *sizes, eps)
     return output, mean, scale
@@ -279,6 +279,6 @@ def group_norm_backward(
     input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of a group norm's input, and per row those of its weight and bias: one pass for all three."""
-    from vestige.engines.per_example import triton_norms
+    from vestige.engines.per_example import triton_norm_layers
 
-    return triton_norms.group_norm_backward(input, signal, mean, scale, weight, groups)
+    return triton_norm_layers.group_norm_backward(input, signal, mean, scale, weight, groups)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.expressions import Axis, Kind, Operand, Pulled, Settle, value_of
-from vestige.engines.per_example.gradients import (
+from vestige.engines.per_example.gradient_forms import (
     Dense,
     Geometry,
     Gradient,
@@ -32,6 +31,7 @@ from vestige.engines.per_example.gradients import (
     product,
     wide,
 )
+from vestige.engines.per_example.parameter_expressions import Axis, Kind, Operand, Pulled, Settle, value_of
 
 Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
 """The output, what is saved, and how gradients are made of it; None where the rule does not apply."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.expressions import Environment, Expression, Whole, quietly
-from vestige.engines.per_example.forms import Derived, View
-from vestige.engines.per_example.gradients import Dense, Gradient, Place, contiguous_strides, memory_order, wide
+from vestige.engines.per_example.gradient_forms import Dense, Gradient, Place, contiguous_strides, memory_order, wide
+from vestige.engines.per_example.parameter_expressions import Environment, Expression, Whole, quietly
+from vestige.engines.per_example.parameter_functions import Derived, View
 
 NUMBER_BY_NUMBER = frozenset(
     {"add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "neg", "__add__", "__radd__"}

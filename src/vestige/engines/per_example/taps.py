@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
-from vestige.engines.per_example.expressions import ANCHOR, Environment, Pass, Whole, full_precision
-from vestige.engines.per_example.gradients import Gradient, combine
-from vestige.engines.per_example.sequences import composite_of, registered
+from vestige.engines.per_example.composite_layers import composite_of, registered
+from vestige.engines.per_example.gradient_forms import Gradient, combine
+from vestige.engines.per_example.parameter_expressions import ANCHOR, Environment, Pass, Whole, full_precision
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout
 

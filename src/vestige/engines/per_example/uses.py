@@ -20,7 +20,8 @@ from torch.func import vjp, vmap
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vestige.engines.per_example.expressions import (
+from vestige.engines.per_example.gradient_forms import Dense, Place, contiguous_strides
+from vestige.engines.per_example.parameter_expressions import (
     LARGEST,
     Expression,
     Kind,
@@ -32,8 +33,7 @@ from vestige.engines.per_example.expressions import (
     tapped,
     value_of,
 )
-from vestige.engines.per_example.forms import COPIES, Derived, View, expressed
-from vestige.engines.per_example.gradients import Dense, Place, contiguous_strides
+from vestige.engines.per_example.parameter_functions import COPIES, Derived, View, expressed
 from vestige.engines.per_example.rules import RULES, Rule, Ruled
 from vestige.engines.per_example.standardised import batch_normed, standardised
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vestige.devices import triton_available
 from vestige.mechanism.losses.criteria import likelihood
+from vestige.tf32 import triton_available
 
 WIDE = 1024
 """Classes from which on the probabilities are worth leaving out."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
 from vestige.mechanism.examples import Draw, Examples
-from vestige.mechanism.transforms import Linear, Term, one_after
+from vestige.mechanism.gradient_transforms import Linear, Term, one_after
 from vestige.mechanism.users.ownership import Ownership, RowsOfEach
 from vestige.randomness.keys import Randomness
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vestige.checks import require
-from vestige.devices import triton_available
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.optim.memory import Filtered, MemoryState, unknown_noise
-from vestige.optim.spectral import spectrum
-from vestige.optim.spectral.spectrum import Convention
+from vestige.optim.spectral import tail_exponent
+from vestige.optim.spectral.tail_exponent import Convention
 from vestige.optim.window import MOST_ROWS, weighted_sum
 from vestige.randomness.release import Divided, Release
+from vestige.tf32 import triton_available
 
 TINY = 1e-12
 GateKind = Literal["paper", "disjoint", "open"]
@@ -128,7 +128,9 @@ class Spectral:
         every = self.refresh or max(1, round(1 / sample_rate))
         if not self.lag and state["count"] % every == 0:
             weights, _ = _weights(parameters, state["groups"], state["exponent"].shape[:-1])
-            _begun[state["exponent"]] = {(os.getpid(), state["count"]): spectrum.Background(weights, self.convention)}
+            _begun[state["exponent"]] = {
+                (os.getpid(), state["count"]): tail_exponent.Background(weights, self.convention)
+            }
 
     def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh, count, depth = release.total, state["count"], self.window - 1
@@ -206,7 +208,7 @@ class Spectral:
         """The exponents at these parameters: begun by `prepare`, or found at once."""
         weights, owners = _weights(parameters, state["groups"], lead)
         begun = _begun.pop(state["exponent"], {}).get((os.getpid(), state["count"]))
-        found = begun or spectrum.Background(weights, self.convention)
+        found = begun or tail_exponent.Background(weights, self.convention)
         return _by_group(found.result(), owners, 1 + max(state["groups"]), lead)
 
     def _due_divided(self, state: MemoryState, parameters: Parameters, every: int, divided: Divided) -> Tensor | None:
@@ -299,7 +301,7 @@ def group_exponents(
     more dimensions whose exponent is defined, NaN where there is none. `lead` are the leading axes of a stack of
     runs."""
     weights, owners = _weights(parameters, groups, lead)
-    return _by_group(spectrum.exponents(weights, convention), owners, 1 + max(groups), lead)
+    return _by_group(tail_exponent.exponents(weights, convention), owners, 1 + max(groups), lead)
 
 
 def _exponents_divided(
@@ -311,7 +313,7 @@ def _exponents_divided(
     wholes = divided.one_by_one({name: parameters[name] for name, _ in members})
     for place, whole in enumerate(wholes):
         if divided.mine(place):
-            exponent = spectrum.exponent(whole, convention)
+            exponent = tail_exponent.exponent(whole, convention)
             found[:, place] = torch.tensor([1.0, 0.0] if exponent != exponent else [0.0, exponent])
     undefined, exponents = divided.total(found)
     exponents = torch.where(undefined > 0, torch.nan, exponents)
@@ -376,10 +378,10 @@ class Awaited:
         _, owners = _weights(self.point, self.groups, self._lead)
         return _by_group(found.result(), owners, 1 + max(self.groups), self._lead)
 
-    def _find(self, step: int) -> spectrum.Background:
+    def _find(self, step: int) -> tail_exponent.Background:
         each = zip(self.point.items(), self._row(step).split(self._lengths, dim=-1), strict=True)
         kept = {name: part.view(now.shape) for (name, now), part in each}
-        return spectrum.Background(_weights(kept, self.groups, self._lead)[0], self.convention)
+        return tail_exponent.Background(_weights(kept, self.groups, self._lead)[0], self.convention)
 
     def _row(self, step: int) -> Tensor:
         return self.ring[..., step // self.every % self.ring.shape[-2], :]
@@ -393,7 +395,7 @@ class Awaited:
         return [p.shape[len(self._lead) :].numel() for p in self.point.values()]
 
     @property
-    def _begun(self) -> dict[tuple[int, int], spectrum.Background]:
+    def _begun(self) -> dict[tuple[int, int], tail_exponent.Background]:
         return _begun.setdefault(self.ring, {})
 
 

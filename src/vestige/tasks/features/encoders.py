@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from vestige.mechanism.groups import head_of
 from vestige.tasks.features.cache import cached, fastest
-from vestige.tasks.features.pretrained import Prior, read, start_from
+from vestige.tasks.features.starting_weights import Prior, read, start_from
 from vestige.tasks.models import network
 
 Encoder = Callable[[Tensor], Tensor]

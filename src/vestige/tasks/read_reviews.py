@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.tasks.reading import LabelledTensors, existing, first, where
+from vestige.tasks.readers_common import LabelledTensors, existing, first, where
 
 BUCKETS, LENGTH = 20_000, 80
 BAG = 4096

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
-from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.gradient_forms import Gradient, combine
 from vestige.engines.per_example.kernels import aligned
 
 Environment = Mapping[str, Tensor]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from vestige.engines.per_example.recurrences import recurrence
+from vestige.engines.per_example.recurrence_operator import recurrence
 from vestige.engines.per_example.rules import routed
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 

@@ -17,8 +17,8 @@ from scipy.special import bdtrc, gammaln, log_ndtr, logsumexp, ndtr, xlog1py, xl
 from vestige.accounting import rdp
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array
+from vestige.lazy_scipy import brentq
 from vestige.questions import GroupedGaussian
-from vestige.solvers import brentq
 
 NEGLIGIBLE = 1e-24
 """Chance that so many rows of a person join that they are not followed one by one: charged to delta."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vestige.devices import tf32_convolutions, tf32_products
+from vestige.tf32 import tf32_convolutions, tf32_products
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 

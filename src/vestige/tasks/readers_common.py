@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vestige.tasks.rows import read_columns
+from vestige.tasks.read_columns import read_columns
 
 LabelledTensors = tuple[Tensor, Tensor]
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")

@@ -19,7 +19,7 @@ from vestige.cli.errors import INTERRUPTED
 from vestige.cli.terminal import print_json, sigterm_as_ctrl_c, stderr, stdout
 
 if TYPE_CHECKING:  # a command that only prints its help need not import torch
-    from vestige.budget.account import Budget
+    from vestige.budget.spending import Budget
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.runner import OnProgress, Status
     from vestige.compare.specification import Specification
@@ -78,8 +78,8 @@ def make_runs(
 ) -> ComparisonFolder:
     """Make the runs of a comparison that have no record in its folder yet."""
     from vestige.compare import runner
-    from vestige.compare.execute import Machine
-    from vestige.devices import check_device, default_device
+    from vestige.compare.execute_run import Machine
+    from vestige.tf32 import check_device, default_device
 
     execution.check()
     device = execution.device or default_device()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from vestige import accounting
-from vestige.compare.runs import Cell, Grid, Records, TuningPoint, cells, choose, superseded
+from vestige.compare.run_grid import Cell, Grid, Records, TuningPoint, cells, choose, superseded
 from vestige.compare.specification import Rate, Specification
 from vestige.compare.statistics import Difference, holm, paired, sentence, summarise, untested
-from vestige.records import CompletedRun, RunRecord, completed, failed
+from vestige.run_records import CompletedRun, RunRecord, completed, failed
 
 
 class RowKey(NamedTuple):

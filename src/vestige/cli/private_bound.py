@@ -37,8 +37,8 @@ def bound(
         vestige train --recipe tabular --data visits.csv --user-column patient --rows-per-user most-visits ...
     """
     from vestige import tasks
-    from vestige.budget.account import Account
-    from vestige.training.statistics import private_bound
+    from vestige.budget.spending import Account
+    from vestige.training.private_statistics import private_bound
 
     ids = tasks.users_of(data, user_column)
     paid_by = None if budget is None else Account(budget, derived_from=data)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vestige.engines.example_axis import orders
+from vestige.engines.example_axis import reordered_examples
 from vestige.engines.example_axis.labels import Read, Rows, Tracker, untracked, users_line
 
 Losses = Callable[..., Tensor]
@@ -182,12 +182,12 @@ def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str,
 
 
 def _pack(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    found = None if kwargs or in_transform(args[0]) else orders.pack(mode.tracker, *args)
+    found = None if kwargs or in_transform(args[0]) else reordered_examples.pack(mode.tracker, *args)
     return function(*args, **kwargs) if found is None else found
 
 
 def _pad(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    found = None if kwargs or in_transform(args[0]) else orders.pad(mode.tracker, *args)
+    found = None if kwargs or in_transform(args[0]) else reordered_examples.pad(mode.tracker, *args)
     return function(*args, **kwargs) if found is None else found
 
 
@@ -199,7 +199,7 @@ def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict
     whole = isinstance(first, Rows) and labels == [Rows(-1, 1, first.count, first.batch, n) for n in range(first.count)]
     if not whole or any(each.requires_grad for each in given):
         return function(*args, **kwargs)
-    with orders.unseen():
+    with reordered_examples.unseen():
         found = function(*args, **kwargs)
     batch_first = args[1] if len(args) > 1 else kwargs.get("batch_first", False)
     mode.tracker.labels.set(found, Rows(0 if batch_first else 1, 1, first.count, first.batch))  # type: ignore[union-attr]

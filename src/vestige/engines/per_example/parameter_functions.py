@@ -16,17 +16,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vestige.engines.per_example.expressions import (
-    LARGEST,
-    Environment,
-    Expression,
-    Operand,
-    descend,
-    quietly,
-    value_of,
-    valued,
-)
-from vestige.engines.per_example.gradients import (
+from vestige.engines.per_example.gradient_forms import (
     Deferred,
     Dense,
     Gradient,
@@ -38,6 +28,16 @@ from vestige.engines.per_example.gradients import (
     contiguous_strides,
     examples_of,
     wide,
+)
+from vestige.engines.per_example.parameter_expressions import (
+    LARGEST,
+    Environment,
+    Expression,
+    Operand,
+    descend,
+    quietly,
+    value_of,
+    valued,
 )
 
 

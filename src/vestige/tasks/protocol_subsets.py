@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vestige.tasks.reading import LabelledTensors
+from vestige.tasks.readers_common import LabelledTensors
 
 
 class Rows(NamedTuple):

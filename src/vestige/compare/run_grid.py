@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import ALIASES, METHODS, as_written, find
-from vestige.records import PrivacyTarget, Run, RunRecord, completed
+from vestige.run_records import PrivacyTarget, Run, RunRecord, completed
 
 TUNING_EVALUATIONS = 20
 """How often a tuning run is evaluated on the held-out examples."""

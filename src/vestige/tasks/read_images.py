@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vestige.tasks.reading import ARRAYS, LabelledTensors, existing, first, where
+from vestige.tasks.readers_common import ARRAYS, LabelledTensors, existing, first, where
 
 Arrays = dict[str, NDArray[Any]]
 STANDARDISED = "Each image is standardised by its own mean and deviation: the data are asked nothing for it."

@@ -142,10 +142,10 @@ def doctor(
         vestige doctor my_project.py:make --fix --parity --max-physical-batch-size auto
     """
     from vestige import tasks
-    from vestige.devices import check_device, default_device
     from vestige.engines.parity import compare_engines
     from vestige.engines.replacements import fix as fixed
     from vestige.engines.replacements import replacements
+    from vestige.tf32 import check_device, default_device
     from vestige.training.doctor import examine, first_examples, largest_batch
 
     if batch < 1:

@@ -19,13 +19,13 @@ from scipy.special import ndtri
 
 from vestige import accounting, assumptions
 from vestige.accounting.ledger import Ledger, LedgerError, read
-from vestige.budget.account import Budget, Provenance, account_of, attach
+from vestige.budget.spending import Budget, Provenance, account_of, attach
 from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps
 from vestige.files import read_json, sha256, write_json
 from vestige.mechanism.users.ownership import ChosenBound, ownership
 from vestige.questions import ExponentialMechanism, Gaussian, Question
 from vestige.randomness import lattice, rounded_gaussian
-from vestige.randomness.choosing import choose
+from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS

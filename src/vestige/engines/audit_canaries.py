@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.per_example.gradients import Gradient, change
+from vestige.engines.per_example.gradient_forms import Gradient, change
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.reference import Reference, add_clipped
 from vestige.layout import Layout

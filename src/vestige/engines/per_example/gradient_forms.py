@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.devices import MARGIN, convolves_in_tf32, multiplies_in_tf32
 from vestige.engines.per_example import kernels
+from vestige.tf32 import MARGIN, convolves_in_tf32, multiplies_in_tf32
 
 
 class Gradient(Protocol):

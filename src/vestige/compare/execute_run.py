@@ -24,8 +24,8 @@ from vestige.methods.registry import as_given, make_method
 from vestige.optim.probes import Here, Probe
 from vestige.questions import Question
 from vestige.randomness.correlated import Noise
-from vestige.randomness.schedules import Schedule
-from vestige.records import CompletedRun, FailedRun, PrivacyTarget, Run, RunRecord, Terms
+from vestige.randomness.noise_schedules import Schedule
+from vestige.run_records import CompletedRun, FailedRun, PrivacyTarget, Run, RunRecord, Terms
 from vestige.training import planning
 from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from vestige.checks import check_steps
-from vestige.compare.execute import Source, task_of
+from vestige.compare.execute_run import Source, task_of
 from vestige.compare.specification import Specification
 from vestige.files import read_json
 from vestige.methods.registry import METHODS, nearest
-from vestige.records import CompletedRun, PrivacyTarget, RunRecord, completed
+from vestige.run_records import CompletedRun, PrivacyTarget, RunRecord, completed
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import bdtrc, gammaln, log_ndtr, nctdtrinc, ndtr, stdtrit
 
-from vestige.accounting.lower_bounds.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
+from vestige.accounting.lower_bounds.attack_rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
 from vestige.checks import check_delta, require
-from vestige.solvers import brentq
+from vestige.lazy_scipy import brentq
 
 THRESHOLDS = 128
 """How many thresholds are tried on the scores that choose one."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.tasks.reading import LabelledTensors
-from vestige.tasks.rows import read_columns
+from vestige.tasks.read_columns import read_columns
+from vestige.tasks.readers_common import LabelledTensors
 
 
 @dataclass(frozen=True)
