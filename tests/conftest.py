@@ -57,6 +57,7 @@ def _nothing_is_followed_any_more() -> None:
     down, all tests after it."""
     for _ in range(3):  # an error's graph goes first, then the engine that it led to
         if torch._C._len_torch_dispatch_stack():
+            torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps what failed until the next pass
             gc.collect()
     assert not torch._C._len_torch_dispatch_stack(), "a test before this one keeps the engine of a loop that failed"
 

@@ -338,7 +338,7 @@ ENDS = """
     import os, signal, sys, time
     import torch
     from vestige.layout import Layout
-    from vestige.optim.spectral import spectrum
+    from vestige.optim.spectral import tail_exponent as spectrum
     from vestige.optim.spectral.memory import Spectral
     from vestige.randomness.release import Release
 
