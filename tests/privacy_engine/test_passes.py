@@ -72,7 +72,7 @@ class Packed(nn.Module):
         again = pack_padded_sequence(outputs.transpose(0, 1).tanh(), ends, enforce_sorted=False)
         again = PackedSequence(again.data * 2, again.batch_sizes, again.sorted_indices, again.unsorted_indices)
         _, last = self.then(again)
-        return self.head(torch.cat([last[0], outputs.sum(1)[:, :3] / ends[:, None]], 1))
+        return self.head(torch.cat([last[0], outputs.sum(1)[:, :3] / ends[:, None].to(outputs)], 1))
 
 
 class Frozen(nn.Module):
