@@ -69,7 +69,7 @@ def test_sigterm_is_ctrl_c(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     result = json.loads(process.communicate(timeout=60)[0])
     assert result["stopped"] == "interrupted"
-    assert result["steps"] == ledger.read_text().count('"row": "ask"')
+    assert result["steps"] == ledger.read_text().count('"row": "ask"') > 10
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -37,6 +37,14 @@ def writer() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def untrained() -> nn.Module:
+    """A writer whose outputs are zeros: they tell nothing about padding."""
+    model = writer()
+    model.lm_head = nn.Linear(8, 20, bias=False)
+    nn.init.zeros_(model.lm_head.weight)
+    return model
+
+
 def texts(long: int, labels: str):
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, long, (ROWS,), generator=random).tolist()
@@ -88,6 +96,7 @@ CASES = {
     "a class": (classifier, of_class, "class", 3),  # 16, 32 and 38: there is no place for more
     "next word": (writer, next_word, "next", 3),
     "a loss that takes notice": (writer, over_all, "next", None),
+    "a loss that takes notice, of zeros": (untrained, over_all, "next", None),
 }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import ceil, inf, sqrt
@@ -240,8 +239,8 @@ class Captured:
         """By the number of an example's views, or None: of any other number."""
         self._graphs: dict[Hashable, dict[int, CapturedStep]] = {}
         self._costs = CaptureCosts()
-        self._states: Counter[Hashable] = Counter()
-        """In which state the model was met, and how often: one that changes all the time is not captured."""
+        self._state: Hashable = None
+        """In which state the model was met last: one that changes all the time is not captured."""
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
@@ -264,7 +263,7 @@ class Captured:
         step = None if mean is None else self._step(mean, clip, into, whole=transform is not None)
         if step is None or mean is None:
             return self.engine(batch, parameters, clip, into, transform, terms)
-        if step.rows < len(batch[0]):  # without a transform, the batch is the term's
+        if transform is None and step.rows < len(batch[0]):  # the batch is the term's: an example is a row
             parts = zip(*(part.split(step.rows) for part in batch), strict=True)
             return torch.cat([self(part, parameters, clip, into) for part in parts])
         return step(mean.batch, clip, into)
@@ -282,9 +281,10 @@ class Captured:
         try:
             self._run_first(mean, full)
             state = precision(), state_fingerprint(self.model, self.engine.loss)
-            self._states[state] += 1
+            stays, self._state = state == self._state, state
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
-            known = self._graphs.setdefault((mean.views, shapes, places, clip.recording, full, state), {})
+            key = mean.views, shapes, places, clip.recording, full, state
+            known = self._graphs.get(key, {})
             rows = len(mean.batch[0]) // mean.views
             best, expected = self._size(rows, mean.views, whole), self._expected(mean.views)
             fitting = [size for size in known if size >= rows]
@@ -294,11 +294,12 @@ class Captured:
                 seconds, needed = parts * known[chosen].timer.seconds, best / (parts * chosen)
                 if chosen == best or not self._costs.worth((id(known), best), seconds, needed):
                     return known[chosen]
-            elif self._costs.count and (self._costs.count >= MOST_GRAPHS or self._states[state] < 2):
+            elif self._costs.count and (self._costs.count >= MOST_GRAPHS or not stays):
                 return None
             first = best in expected and not known and (mean.views in self._sizes or not self._costs.count)
             if not known and best not in expected:
                 best = max(best, FEW)  # the first one serves larger batches too
+            self._graphs[key] = known
             self._capture(known, ahead(expected) if first else [best], mean, clip, into, full)
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:

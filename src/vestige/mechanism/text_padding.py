@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vestige.mechanism.losses.model_losses import IGNORED
+
 MASK, LABELS = "attention_mask", "labels"
 DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """What a decoder writes."""
-IGNORED = -100
-"""A label that losses leave out."""
 LENGTHS = ((32, 16), (64, 32), (512, 64), (1024, 128))
 """Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
 
@@ -100,9 +100,9 @@ def ignored_for_certain(module: nn.Module) -> bool:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are the same but for rounding."""
-    rounding = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2
-    return bool((a - b).abs().max() <= rounding * a.abs().max())
+    """Whether tensors are the same but for rounding; zeros, as of a head that was not trained yet, tell nothing."""
+    rounding, largest = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2, a.abs().max()
+    return bool(largest > 0) and bool((a - b).abs().max() <= rounding * largest)
 
 
 def _most_positions(module: nn.Module) -> int:

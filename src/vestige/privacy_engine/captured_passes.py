@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -195,8 +194,8 @@ class CapturedPasses:
     """Where passes leave their clipped sums, each until the next."""
     _forms: dict[Hashable, list[CapturedForm]] = field(default_factory=dict)
     """By what a form of call takes for granted, for several lengths of its texts."""
-    _states: Counter[Hashable] = field(default_factory=Counter)
-    """How often the module was met in a state: one that changes all the time is not captured."""
+    _state: Hashable = None
+    """In which state the module was met last: one that changes all the time is not captured."""
     _costs: CaptureCosts = field(default_factory=CaptureCosts)
     _room: GraphMemoryPool | None = None
     _refused: set[Hashable] = field(default_factory=set)
@@ -239,9 +238,7 @@ class CapturedPasses:
 
     def _begin(self, asked: Asked, modules: Sequence[nn.Module], size: int) -> Replay | None:
         self._room = self._room or GraphMemoryPool()
-        if (
-            not self._ran
-        ):  # models may keep at their first pass that they had one: graphs are known by what they are then
+        if not self._ran:  # models may keep at their first pass that they had one: graphs are known by their state then
             self._ran = True
             CapturedForm(self, asked, {}, asked.rows).run()
         if self._pads is None and MASK in asked.names:
@@ -250,21 +247,21 @@ class CapturedPasses:
         self._meet(asked)
         full = asked.without_padding(to)
         state = precision(), state_fingerprint(self.module, modules=modules)
-        self._states[state] += 1
+        stays, self._state = state == self._state, state
         key = self._kinds(asked, [asked.names[name] for name in to]), state, full
-        forms = self._forms.setdefault(key, [])
+        forms = self._forms.get(key, [])
         fitting = [form for form in forms if form.fits(asked.rows, to)]
         form = min(fitting, key=lambda each: each.work(asked.rows), default=None)
         if form is not None:
             share = size * max(1, sum(to.values())) / form.work(asked.rows)
             capture = self._costs.worth((key, *to.values(), size), form.seconds(asked.rows), share)
         else:
-            capture = not self._costs.count or (self._costs.count < MOST_GRAPHS and self._states[state] > 1)
+            capture = not self._costs.count or (self._costs.count < MOST_GRAPHS and stays)
         if capture:
             form = next((each for each in forms if each.to == to and each.most >= size), None)
             if form is None:
                 form = CapturedForm(self, asked.padded(self._padding, to), to, max(size, self.sizes[0]), full)
-                forms.append(form)
+                self._forms[key] = [*forms, form]
                 size = max(size, self.sizes[1] if len(self.sizes) > 1 else size)  # for most batches of this length
             first = not self._costs.count and size <= self.sizes[0]
             self._capture(form, ahead(self.sizes) if first else [size])
