@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.utils._python_dispatch import _pop_mode
+
+from vestige.privacy_engine.row_labels import Tracking
 
 pytest.register_assert_rewrite(
     "commands", "engine_checks", "selective_runs"
@@ -52,14 +56,18 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_followed_any_more() -> None:
-    """A loop that ended in an error leaves nothing on once its engine is gone. What a test keeps would follow, and slow
-    down, all tests after it."""
-    for _ in range(3):  # an error's graph goes first, then the engine that it led to
-        if torch._C._len_torch_dispatch_stack():
-            torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps what failed until the next pass
-            gc.collect()
-    assert not torch._C._len_torch_dispatch_stack(), "a test before this one keeps the engine of a loop that failed"
+def _no_loop_stays_on() -> None:
+    """A loop that ended in an error is followed until its engine is gone. What a test keeps of it would slow down all
+    tests after it."""
+    if torch._C._len_torch_dispatch_stack():
+        torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps what failed until the next pass
+        gc.collect()
+        Tracking.clean_up()
+    while torch._C._len_torch_dispatch_stack():
+        _pop_mode()
+    while torch._C._len_torch_function_stack():
+        _pop_function_mode()
+    torch._C._set_multithreading_enabled(True)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import linecache
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -582,3 +584,60 @@ def test_a_collate_fn_is_followed():
         assert "# mixes" in linecache.getline(__file__, line)
     status, detail = stated(data, by_numpy)["loss_per_example"]
     assert (status, detail) == ("assumed", "a collate_fn of your own makes each row of its own example alone")
+
+
+# --- a loop that ended in an error --------------------------------------------------------------------------------------
+
+
+def followed():
+    """Whether operators are followed now."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def broken_off():
+    """The parts of a loop that ended between a batch and its step."""
+    steps, model, optimizer, loader = private(make_toy()[0])
+    x, y = next(iter(loader))
+    LOSS(model(x), y).backward()
+    assert followed()
+    return steps, model, optimizer, loader
+
+
+def test_a_loop_that_broke_off_is_not_followed_once_it_is_gone():
+    loop = broken_off()
+    del loop
+    gc.collect()
+    assert not followed()
+
+
+def test_a_loop_that_is_collected_in_another_thread_ends_where_the_next_begins():
+    gc.disable()
+    try:
+        loop = broken_off()
+        del loop
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        collector.join()
+    finally:
+        gc.enable()
+    assert followed()  # modes belong to a thread: the other one could not take them off
+    steps, model, optimizer, loader = private(make_toy()[0])
+    x, y = next(iter(loader))
+    LOSS(model(x), y).backward()
+    optimizer.step()
+    assert not followed()
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def test_a_closed_engine_follows_nothing():
+    engine = PrivacyEngine(reproducible=3)
+    model, data = make_toy()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*data), batch_size=12), noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    x, y = next(iter(loader))
+    LOSS(model(x), y).backward()
+    assert followed()
+    engine.close()
+    assert not followed()

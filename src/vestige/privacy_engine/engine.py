@@ -544,8 +544,11 @@ class PrivacyEngine(HoldsKey):
         return dict(self._ledger.spent)
 
     def close(self) -> None:
-        """Close the ledger's file: another process may then go on with it."""
+        """Close the ledger's file: another process may then go on with it. What follows the loop's operators is off,
+        if the loop ended in an error."""
         self._ledger.close()
+        if self._steps is not None:
+            self._steps.passes.tracking.stop()
 
     @property
     def asked(self) -> int:

@@ -106,7 +106,7 @@ class Tracking:
 
     def start(self) -> None:
         if self._on is None:
-            self._clean_up()
+            self.clean_up()
             self._on = threading.get_ident()
             self._functions.__enter__()
             self.tracker.__enter__()
@@ -116,7 +116,7 @@ class Tracking:
     def stop(self) -> None:
         """A step begins, or the loader is left."""
         self._off()
-        self._clean_up()
+        self.clean_up()
         self._forget_losses()
         self.labels.prune()
 
@@ -141,7 +141,9 @@ class Tracking:
             self._over.append(self)
 
     @classmethod
-    def _clean_up(cls) -> None:
+    def clean_up(cls) -> None:
+        """Take off the modes of loops that are over: a garbage collection in another thread, or inside an operator,
+        could not."""
         cls._over[:] = [each for each in cls._over if not each._off()]
 
     def _forget_losses(self) -> None:
