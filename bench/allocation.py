@@ -10,7 +10,7 @@ import argparse
 import time
 
 from vestige import accounting
-from vestige.questions import AllocatedGaussian, SampledGaussian
+from vestige.priced_questions import AllocatedGaussian, SampledGaussian
 
 DELTA = 1e-5
 SETTINGS = ((98, 3, 0.5155), (98, 3, 1.0334), (49, 10, 0.6582), (49, 30, 0.7987), (12, 75, 1.6840), (25, 250, 2.0355))

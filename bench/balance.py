@@ -38,10 +38,10 @@ from torch import nn
 
 import vestige
 from vestige import accounting, tasks
-from vestige.balance import Constants, Relative
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.stacked import Stack, StackedRun
 from vestige.compare.statistics import ALPHA, holm, paired, summarise
+from vestige.layerwise_scaling import Constants, Relative
 from vestige.methods.registry import make_method
 from vestige.run_records import completed
 from vestige.tasks.models import mlp, tanh_cnn_32

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vestige.finetuning.checkpoints import Checkpoint, quiet
 from vestige.finetuning.job import FineTuning, complete, prepared, start
+from vestige.finetuning.pretrained_models import Checkpoint, quiet
 from vestige.finetuning.quality import judged
 from vestige.finetuning.texts import Texts, tokenised
 from vestige.mechanism.losses.model_losses import IGNORED, next_token

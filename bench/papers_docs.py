@@ -25,10 +25,10 @@ from typing import Any
 import papers_gpu
 from vestige import accounting
 from vestige.audit.published_epsilons import READINGS, STUDIES, readings
-from vestige.compare import loss_paths, paper_presets
+from vestige.compare import dpsgd_br_figure1, paper_presets
 from vestige.compare.paper_presets import published
 from vestige.compare.statistics import holm, paired
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 DOCS = Path(__file__).parents[1] / "docs"
 KEPT = DOCS / "results" / "papers.json"
@@ -513,13 +513,15 @@ def _paths(paths: Rows) -> Claim:
     what = "Figure 1: a smoother path to a lower loss than DP-SGD's, at the same noise"
     mine = [row for row in paths if row["label"] == "dpsgd-br"]
     if not mine:
-        return Claim(what, f"vestige reproduce {loss_paths.NAME}", "-", "-", NOT_AS_PRINTED)
+        return Claim(what, f"vestige reproduce {dpsgd_br_figure1.NAME}", "-", "-", NOT_AS_PRINTED)
     said = "; ".join(
         f"{row['quantity']} {row['difference']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})" for row in mine
     )
     turned = [Found(-r["difference"], -r["high"], -r["low"], r["seeds"], "papers.json", r["p"]) for r in mine]
     seeds = f"{min(row['seeds'] for row in mine)} (papers.json)"
-    return Claim(what, f"vestige reproduce {loss_paths.NAME}", f"DPSGD-BR less DP-SGD: {said}", seeds, verdict(turned))
+    return Claim(
+        what, f"vestige reproduce {dpsgd_br_figure1.NAME}", f"DPSGD-BR less DP-SGD: {said}", seeds, verdict(turned)
+    )
 
 
 def br(rows: Rows, times: Times, paths: Rows = ()) -> list[Claim]:

@@ -24,7 +24,7 @@ from vestige import tasks
 from vestige.accounting import calibrate, composed_epsilon
 from vestige.compare.execute_run import Machine, perform
 from vestige.compare.statistics import exchange_p, holm, summarise
-from vestige.questions import Gaussian, SampledGaussian
+from vestige.priced_questions import Gaussian, SampledGaussian
 from vestige.run_records import PrivacyTarget, Run, completed
 
 DELTA, HOLDOUT = 1e-5, 0.2

@@ -29,7 +29,7 @@ import torch
 
 import vestige
 from vestige import accounting, tasks
-from vestige.accounting.budgets import FilteredBudget
+from vestige.accounting.odometers_and_filters import FilteredBudget
 from vestige.compare.paper_presets import published
 from vestige.files import write_json
 from vestige.methods.base import Method

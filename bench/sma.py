@@ -30,9 +30,9 @@ import vestige
 from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
-from vestige.optim.spectral import memory as spectral
+from vestige.optim.spectral import memory_by_tail_exponent as spectral
 from vestige.optim.spectral import tail_exponent
-from vestige.optim.spectral.memory import group_exponents
+from vestige.optim.spectral.memory_by_tail_exponent import group_exponents
 from vestige.tasks import models
 
 RATE = 0.04

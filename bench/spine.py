@@ -19,7 +19,7 @@ from torch import nn
 import vestige
 from vestige import accounting
 from vestige.engines.registry import ENGINES
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.release import Release
 from vestige.tasks import models
 

@@ -38,12 +38,12 @@ import torch
 from torch import Tensor
 
 from finetuning import LABELS, SMOKE, WHOLE, Halves, Sizes, halves, token_loss, tokenizer_of
-from vestige.finetuning.checkpoints import quiet
 from vestige.finetuning.job import prepared
+from vestige.finetuning.pretrained_models import quiet
 from vestige.synthesis import quality
-from vestige.synthesis.prompted_texts import Prompts
 from vestige.synthesis.text_sampling import Drawing, sampled, without_repeats
 from vestige.synthesis.texts import TextRun, TextSynthesis, tuning_of
+from vestige.synthesis.texts_with_label_prompts import Prompts
 from vestige.training.verify import verify
 
 DIRECT = "directly, at epsilon 1: 79.3 by words; adapters of a classifier at 8, 3, 1: 82.0, 81.8, 80.3; without: 84.4"

@@ -1,7 +1,7 @@
 """What does it cost? Prices without training anything, and without torch."""
 
 from vestige import accounting
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 RATE, STEPS, DELTA = 0.04, 1000, 1e-5
 

@@ -1,6 +1,6 @@
 """What do the tests of accounting share? The history of a usual run, and a usual delta."""
 
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 
 DELTA = 1e-5
 

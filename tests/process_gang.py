@@ -239,8 +239,8 @@ def noise(kind: str = "replicated", arithmetic: str = "lattice", width: int = 40
     """The noise of two questions about nobody, with a secret key: what this process has of it."""
     from vestige.layout import Layout
     from vestige.processes.parameter_shards import Shards
-    from vestige.processes.plan import processes
     from vestige.processes.sums import ShardedSums, Sums
+    from vestige.processes.unwrap_and_shard import processes
     from vestige.randomness.correlated import Independent
     from vestige.randomness.keys import Randomness
 
@@ -414,9 +414,9 @@ def two_dimensions() -> Any:
 
 def ask_apart() -> None:
     """Every process asks about another step."""
+    from vestige.priced_questions import SampledGaussian
     from vestige.processes.ledger import SharedLedger
-    from vestige.processes.plan import processes
-    from vestige.questions import SampledGaussian
+    from vestige.processes.unwrap_and_shard import processes
 
     group = processes()
     ledger = SharedLedger(group, None)
@@ -427,7 +427,7 @@ def ask_apart() -> None:
 
 def shares(examples: int, rate: float) -> Any:
     """The examples of a few samples that are this process's."""
-    from vestige.processes.plan import processes
+    from vestige.processes.unwrap_and_shard import processes
     from vestige.randomness.keys import Randomness
     from vestige.randomness.sampling import Poisson
 

@@ -13,7 +13,7 @@ from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.optim.gates import Attempt, NoisyLossTest
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 

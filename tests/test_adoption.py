@@ -2,7 +2,9 @@
 
 import gc
 import json
+import sys
 import warnings
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TypeVar, get_args, get_type_hints
 
@@ -17,7 +19,7 @@ import vestige
 from commands import as_json
 from commands import vestige as command
 from vestige.accounting.guarantees import Facts, guarantee
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.training import loggers
 
 X, Y = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
@@ -594,6 +596,14 @@ def test_other_earlier_names_work_too():
         assert vestige.build is vestige.make_method
     with pytest.warns(FutureWarning, match="vestige.card is called vestige.model_card now"):
         assert vestige.card is vestige.model_card
+    with pytest.warns(FutureWarning, match="vestige.questions is called vestige.priced_questions now"):
+        import_module("vestige.questions")
+    from vestige import priced_questions
+
+    assert sys.modules["vestige.questions"] is priced_questions
+    assert priced_questions.__spec__ is not None
+    assert priced_questions.__spec__.name == "vestige.priced_questions"
+    del sys.modules["vestige.questions"]
     with pytest.warns(FutureWarning, match="record is called cuda_graphs now"):
         assert not vestige.PrivacyEngine(record=False)._cuda_graphs
     with pytest.raises(ValueError, match="noise='flot' is unknown; choose from lattice, float32"):

@@ -173,7 +173,7 @@ def test_what_remembers_and_moves_never_sees_data(name):
     assert not any(each.startswith(("vestige.tasks", "vestige.training.run")) for each in seen)
 
 
-@pytest.mark.parametrize("name", ["questions", *inside("accounting"), *inside("budget"), "training.planning"])
+@pytest.mark.parametrize("name", ["priced_questions", *inside("accounting"), *inside("budget"), "training.planning"])
 def test_what_prices_never_sees_data(name):
     seen = reach(name)
     assert not SENSITIVE & seen

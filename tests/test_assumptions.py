@@ -7,8 +7,8 @@ import pytest
 
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.assumptions import ASSUMPTIONS, STATUSES, Stated, lines, merged, record, stated
+from vestige.priced_questions import SampledGaussian
 from vestige.processes.ledger import SharedLedger
-from vestige.questions import SampledGaussian
 
 FACTS = {"noise": "secret", "delta": 1e-5}
 

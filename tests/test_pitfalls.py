@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import vestige
 from vestige import accounting
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 LOSS = nn.functional.cross_entropy
 

@@ -1,6 +1,6 @@
 """Is a question the same after it was written down?"""
 
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 
 def test_questions_survive_json():

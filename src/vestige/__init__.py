@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from vestige.renaming import RenamedModules
 
 if TYPE_CHECKING:
     from vestige.engines.own_rules import register_rule
@@ -15,8 +18,8 @@ if TYPE_CHECKING:
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
     from vestige.methods.registry import make_method
+    from vestige.priced_questions import BudgetSpent
     from vestige.privacy_engine.engine import PrivacyEngine
-    from vestige.questions import BudgetSpent
     from vestige.recipes.own_data import prepared, recipe
     from vestige.synthesis.api import synthesize
     from vestige.training.loop import Record, accuracy
@@ -68,7 +71,7 @@ _MODULES = {
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
-    "questions": ("BudgetSpent",),
+    "priced_questions": ("BudgetSpent",),
     "recipes.own_data": ("prepared", "recipe"),
     "methods.registry": ("make_method",),
     "synthesis.api": ("synthesize",),
@@ -77,6 +80,7 @@ _MODULES = {
 
 
 _EARLIER = {"build": "make_method", "card": "model_card"}
+sys.meta_path.append(RenamedModules())
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.balance import Constants, check_constants
+from vestige.layerwise_scaling import Constants, check_constants
 
 Grouping = Callable[[nn.Module], Sequence[Sequence[str]]]
 
@@ -25,7 +25,7 @@ class Segment:
     shape: tuple[int, ...]
     group: int = 0
     scale: float = 1.0
-    """The constant of balanced steps: the parameter is this times what is trained in its place (see `balance`)."""
+    """The constant of balanced steps: the parameter is this times what is trained (see `layerwise_scaling`)."""
 
     @property
     def stop(self) -> int:

@@ -1,10 +1,14 @@
-"""How does an earlier name of an argument keep working? It is moved to the new name, with a warning that names it."""
+"""How does an earlier name of an argument or a module keep working? It becomes the new name, with a warning."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -64,3 +68,29 @@ def renamed_arguments(*earlier: Mapping[str, Now]) -> Callable[[Callable[P, R]],
         return call
 
     return declare
+
+
+MODULES = {"vestige.questions": "vestige.priced_questions", "vestige.balance": "vestige.layerwise_scaling"}
+
+
+class RenamedModules(MetaPathFinder, Loader):
+    """An importer of modules by their earlier names: each is the module of its present name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in MODULES:
+            return None
+        message = f"{fullname} is called {MODULES[fullname]} now; the earlier name goes with 0.4"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(MODULES[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run under its present name, which the import system has just overwritten."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from vestige.assumptions import check as check_assumption
 from vestige.files import read_value
-from vestige.questions import Question
+from vestige.priced_questions import Question
 
 FORMAT_VERSION = 2
 """The format of a comparison folder; a record or specification of another version is refused."""

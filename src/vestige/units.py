@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from vestige.checks import check_steps
-from vestige.questions import ExponentialMechanism, Gaussian, GroupedGaussian, Question, SampledGaussian
+from vestige.priced_questions import ExponentialMechanism, Gaussian, GroupedGaussian, Question, SampledGaussian
 
 SAMPLES = ("rows", "users")
 

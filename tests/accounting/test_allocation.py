@@ -11,7 +11,7 @@ from vestige.accounting import calibrate, epsilon
 from vestige.accounting.composition import loss_distribution
 from vestige.accounting.rdp import ORDERS
 from vestige.accounting.samplings.allocation import FOR_DELTAS, Grid, Sum, curves, likelihood_ratio, profile
-from vestige.questions import AllocatedGaussian, Gaussian, SampledGaussian
+from vestige.priced_questions import AllocatedGaussian, Gaussian, SampledGaussian
 
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(160)
 WEIGHTS = WEIGHTS / WEIGHTS.sum()

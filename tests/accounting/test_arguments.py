@@ -7,7 +7,7 @@ import pytest
 
 from histories import DELTA, steps
 from vestige.accounting import Budget, RenyiFilter, calibrate, epsilon, tuned_epsilon
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from histories import DELTA, steps
 from vestige import accounting
-from vestige.accounting import Budget, Odometer, RenyiFilter, budgets, epsilon, rdp, theorems
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
+from vestige.accounting import Budget, Odometer, RenyiFilter, epsilon, odometers_and_filters, rdp, theorems
+from vestige.priced_questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 
 def test_the_odometer_is_the_renyi_accountant():
@@ -65,7 +65,7 @@ def test_a_certified_plan_is_allowed_without_work(monkeypatch):
     question = SampledGaussian(0.04, 2.0)
     budget = Budget(8.0, DELTA, {question: 500})
     monkeypatch.setattr(accounting, "epsilon", None)
-    monkeypatch.setattr(budgets, "epsilon_by_distribution", None)
+    monkeypatch.setattr(odometers_and_filters, "epsilon_by_distribution", None)
     spent: Counter[Question] = Counter()
     while spent[question] < 500:
         assert budget.allows(spent, question)

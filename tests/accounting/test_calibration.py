@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from histories import DELTA, steps
 from vestige.accounting import Budget, calibrate, calibration, epsilon
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 
 @pytest.mark.parametrize(("target", "published"), [(1.0, 11.86), (3.0, 4.473), (8.0, 2.034)])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from histories import DELTA, steps
 from vestige.accounting import composition, epsilon, rdp, theorems
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from vestige import accounting
 from vestige.accounting import rdp
 from vestige.accounting.composition import loss_distribution
 from vestige.accounting.profiles import connect_dots, exponential_mechanism
-from vestige.questions import ExponentialMechanism, Gaussian, Question
+from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
 
 
 def neighbours(epsilon, outcomes=6, seeds=200):

@@ -10,12 +10,12 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from vestige.accounting import Facts, calibrate, epsilon, group_epsilon, guarantee, guarantee_of_user, history_of_user
-from vestige.accounting.budgets import RenyiFilter
 from vestige.accounting.composition import epsilon_of, grid_step, loss_distribution
+from vestige.accounting.odometers_and_filters import RenyiFilter
 from vestige.accounting.rdp import ORDERS
 from vestige.accounting.samplings.rows_of_users import contributions, curves, profile
 from vestige.accounting.theorems import theorem_for
-from vestige.questions import (
+from vestige.priced_questions import (
     AllocatedGaussian,
     ExponentialMechanism,
     Gaussian,

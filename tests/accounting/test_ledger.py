@@ -13,7 +13,7 @@ import vestige
 from conftest import make_toy
 from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
-from vestige.questions import BudgetSpent, SampledGaussian
+from vestige.priced_questions import BudgetSpent, SampledGaussian
 from vestige.training.verify import verify
 
 QUESTION = SampledGaussian(0.1, 1.0)

@@ -9,7 +9,7 @@ from scipy.special import ndtr, ndtri
 from vestige.accounting import Facts, guarantee, meaning, tradeoff
 from vestige.accounting.lower_bounds.bounds_from_scores import delta_of_mu
 from vestige.accounting.profiles import replaced_gaussian
-from vestige.questions import CyclicGaussian, Gaussian, SampledGaussian, Trial
+from vestige.priced_questions import CyclicGaussian, Gaussian, SampledGaussian, Trial
 
 DELTA = 1e-5
 

@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 
 from vestige.accounting import composition, epsilon, pld
 from vestige.accounting.pld import Composed, LossMasses
-from vestige.questions import SampledGaussian, Trial
+from vestige.priced_questions import SampledGaussian, Trial
 
 DELTAS = [1e-5, 1e-9, 1e-12, 1e-15]
 

@@ -10,7 +10,7 @@ from histories import DELTA, steps
 from vestige.accounting import epsilon
 from vestige.checks import accounted_multiplier
 from vestige.mechanism.adaptive_clipping import Counted
-from vestige.questions import CyclicGaussian, Gaussian, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Gaussian, SampledGaussian
 
 
 @pytest.mark.parametrize(("groups", "memory", "published"), [(3, 1.0, 77.8), (21, 0.9, 1246.0)])

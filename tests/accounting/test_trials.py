@@ -14,7 +14,7 @@ from scipy.stats import norm
 from vestige import accounting
 from vestige.accounting import accept_reject, epsilon, rdp
 from vestige.accounting.profiles import Profile, connect_dots, excess_moments, sampled_gaussian
-from vestige.questions import Question, SampledGaussian, Trial
+from vestige.priced_questions import Question, SampledGaussian, Trial
 
 DELTA = 1e-5
 MNIST = Trial(1024 / 60_000, 3.0, 256 / 60_000, 1.37, -1.5, "y")

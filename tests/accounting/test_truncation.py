@@ -10,7 +10,7 @@ import pytest
 from histories import DELTA
 from vestige.accounting import epsilon
 from vestige.accounting.samplings.truncation import crowding, profile
-from vestige.questions import SampledGaussian, TruncatedGaussian
+from vestige.priced_questions import SampledGaussian, TruncatedGaussian
 
 
 def sums(population, rate, most, others, own):

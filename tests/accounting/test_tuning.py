@@ -9,7 +9,7 @@ from dp_accounting.rdp import RdpAccountant
 
 from histories import DELTA, steps
 from vestige.accounting import composed_epsilon, epsilon, rdp, theorems, tuned_epsilon, tuning
-from vestige.questions import CyclicGaussian, Gaussian, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Gaussian, SampledGaussian
 
 
 @pytest.mark.parametrize(

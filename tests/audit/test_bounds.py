@@ -68,7 +68,7 @@ def test_a_gaussian_fit_finds_mu_and_epsilon():
 
 def test_epsilon_of_mu_is_the_accountants():
     from vestige.accounting import epsilon
-    from vestige.questions import Gaussian
+    from vestige.priced_questions import Gaussian
 
     for mu in (0.1, 1.0, 3.0):
         assert audit.epsilon_of_mu(mu, 1e-5) == pytest.approx(epsilon({Gaussian(1 / mu): 1}, 1e-5), rel=1e-4)
@@ -203,7 +203,7 @@ def test_mistakes_are_refused_by_name(call, words):
 def test_a_promise_that_differs_by_direction_is_kept_in_both(swapped):
     """Scores of a sampled Gaussian mechanism, exactly drawn, against its own curve: tight, and not symmetric."""
     from vestige.accounting import tradeoff
-    from vestige.questions import SampledGaussian
+    from vestige.priced_questions import SampledGaussian
 
     rate, noise, steps = 0.05, 0.7, 20
     random = np.random.default_rng(5)

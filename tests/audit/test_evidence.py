@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vestige.audit.canaries import LARGE, make_canary, planted_gradient
-from vestige.audit.likelihood_ratio import Evidence, noise_matrix
+from vestige.audit.canary_likelihood_ratio import Evidence, noise_matrix
 from vestige.audit.made_up_task import stand_in
 from vestige.audit.stacked import AuditedStack
 from vestige.compare.stacked import Stack, StackedRun

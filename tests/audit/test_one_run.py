@@ -13,7 +13,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.examples import Examples
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.run_records import RunResult
 from vestige.training.verify import verify
 

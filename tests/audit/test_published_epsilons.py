@@ -76,7 +76,7 @@ def test_an_attack_on_whole_runs_reaches_what_is_proved_and_not_more():
 def test_without_rejection_the_bound_is_below_the_exact_price():
     """If every candidate is kept, what is proved is DP-SGD's own epsilon from below, and close to it."""
     from vestige.accounting import epsilon
-    from vestige.questions import SampledGaussian
+    from vestige.priced_questions import SampledGaussian
 
     claimed = replace(LEAKY, rate=0.05)
     exact = epsilon({SampledGaussian(0.05, 2.0): 200}, 1e-5)

@@ -19,7 +19,7 @@ from vestige.budget.identity import RowSet, fingerprint, hashes_of, make_key
 from vestige.budget.spending import BLOCKS, Provenance, account_of, rows_file
 from vestige.budget.verify import verify
 from vestige.methods.registry import METHODS
-from vestige.questions import BudgetSpent, CyclicGaussian, Gaussian, GroupedGaussian, SampledGaussian
+from vestige.priced_questions import BudgetSpent, CyclicGaussian, Gaussian, GroupedGaussian, SampledGaussian
 from vestige.units import Users
 
 X = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from vestige.accounting.ledger import Ledger
 from vestige.budget import Book, BookError, attach, slots_of, storage, terms, usual
 from vestige.budget.spending import Provenance
 from vestige.budget.verify import verify
-from vestige.questions import BudgetSpent, Gaussian
+from vestige.priced_questions import BudgetSpent, Gaussian
 
 QUESTION = Gaussian(20.0)
 RUN = usual(0.01, 1.2, 1000)

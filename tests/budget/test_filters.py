@@ -17,7 +17,7 @@ from vestige.accounting import rdp
 from vestige.accounting.theorems import THEOREMS, curves
 from vestige.budget import Book, Slot, prices, slots_of, terms, usual
 from vestige.budget.filters import RenyiFilter, Weights
-from vestige.questions import (
+from vestige.priced_questions import (
     AllocatedGaussian,
     BudgetSpent,
     CyclicGaussian,

@@ -10,7 +10,7 @@ from vestige.accounting.ledger import Ledger
 from vestige.budget import Book, BookError, attach, terms, usual
 from vestige.budget.storage import sealed
 from vestige.budget.verify import verify
-from vestige.questions import BudgetSpent, Gaussian
+from vestige.priced_questions import BudgetSpent, Gaussian
 from vestige.tasks import source_of
 
 RUN = usual(0.01, 1.2, 1000)

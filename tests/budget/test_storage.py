@@ -17,7 +17,7 @@ from vestige.accounting import rdp
 from vestige.budget import Book, BookError, storage, terms, usual
 from vestige.budget.book import TOTAL_EVERY, State
 from vestige.budget.summary import described
-from vestige.questions import BudgetSpent, Gaussian
+from vestige.priced_questions import BudgetSpent, Gaussian
 
 RUN = usual(0.01, 1.2, 1000)
 

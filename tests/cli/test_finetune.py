@@ -24,7 +24,7 @@ import transformers
 
 from assumption_lists import in_card, in_ledger, listed
 from checkpoints import checkpoint, rows, words
-from vestige.finetuning import checkpoints
+from vestige.finetuning import pretrained_models
 from vestige.finetuning.job import FineTuning, complete, start
 
 PLAN = ["--epsilon", "8", "--delta", "1e-3", "--batch-size", "10", "--steps", "3", "--max-length", "16"]
@@ -370,8 +370,8 @@ def test_code_of_a_checkpoint_is_not_run(made, tmp_path):
 
 @pytest.mark.parametrize(("package", "words"), [("transformers", []), ("peft", ["--lora", "4"])])
 def test_a_missing_package_is_named_with_the_extra_that_has_it(made, tmp_path, monkeypatch, package, words):
-    real = checkpoints.find_spec
-    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name == package else real(name))
+    real = pretrained_models.find_spec
+    monkeypatch.setattr(pretrained_models, "find_spec", lambda name: None if name == package else real(name))
     refused(made, tmp_path, f"needs {package}, which is not installed: pip install 'vestige[huggingface]'", *words)
 
 

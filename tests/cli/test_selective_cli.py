@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from vestige.accounting import ledger
 from vestige.cli import main
-from vestige.questions import Gaussian, Trial
+from vestige.priced_questions import Gaussian, Trial
 
 RATES = ["--sample-rate", 1024 / 60000, "--validation-rate", 256 / 60000]
 PRINTED = [

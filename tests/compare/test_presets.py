@@ -15,7 +15,7 @@ from vestige.compare.execute_run import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Problem
 from vestige.methods.registry import METHODS, make_method
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.run_records import PrivacyTarget
 
 

@@ -15,7 +15,7 @@ from comparisons import TINY, changed, fake, known
 from vestige.compare import result_rows, run_grid, runner
 from vestige.compare.statistics import holm
 from vestige.compare.summary import price_lines
-from vestige.questions import Gaussian
+from vestige.priced_questions import Gaussian
 from vestige.run_records import FailedRun
 
 

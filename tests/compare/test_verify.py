@@ -14,7 +14,7 @@ from vestige.compare import runner
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
 from vestige.compare.verify import _contradiction, _cost, _methods, verify_comparison
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.run_records import PrivacyTarget, completed
 
 

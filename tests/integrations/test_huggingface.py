@@ -17,7 +17,7 @@ from conftest import clip_and_sum
 from loops import flat
 from vestige import BudgetSpent, PrivacyEngine, model_card
 from vestige.accounting.ledger import LedgerError, read
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.training.verify import verify
 
 transformers = pytest.importorskip("transformers")

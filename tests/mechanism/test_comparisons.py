@@ -16,7 +16,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import LossDifference, losses_of, right_answers
-from vestige.questions import BudgetSpent, SampledGaussian, Trial
+from vestige.priced_questions import BudgetSpent, SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 

@@ -23,7 +23,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import FixedClip, Flat
 from vestige.mechanism.groups import Layers, Patterns, PerGroup, named_grouping, named_split
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.tasks import models
 from vestige.training.job import Job, start
 from vestige.training.planning import Request, paper_groups, plan

@@ -17,7 +17,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.feature_moments import PrivateMoments, Standardise, with_moments
-from vestige.questions import Gaussian
+from vestige.priced_questions import Gaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 from vestige.tasks.models import scattering_linear

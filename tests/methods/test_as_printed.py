@@ -10,7 +10,7 @@ from paper_programs import Network, br_as_printed, sma_as_printed, unflattened
 from vestige.compare.paper_presets import PRESETS
 from vestige.mechanism import comparisons
 from vestige.methods.registry import make_method
-from vestige.optim.spectral.memory import _permutation
+from vestige.optim.spectral.memory_by_tail_exponent import _permutation
 
 LOSS = nn.functional.cross_entropy
 EVERYDAY, ALL = range(6), range(6, 306)

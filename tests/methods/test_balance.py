@@ -18,8 +18,7 @@ from commands import as_json
 from commands import vestige as command
 from comparisons import AUTO
 from conftest import clip_and_sum, example_gradients
-from vestige import PrivacyEngine, balance, tasks
-from vestige.balance import LEAST, Relative, rounded
+from vestige import PrivacyEngine, layerwise_scaling, tasks
 from vestige.compare.arguments import contenders
 from vestige.compare.execute_run import Machine, perform
 from vestige.compare.run_grid import due, grid_of
@@ -27,6 +26,7 @@ from vestige.compare.specification import Contender
 from vestige.compare.stacked import Stack, StackedRun, why_not
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.reference import Reference
+from vestige.layerwise_scaling import LEAST, Relative, rounded
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
@@ -562,7 +562,7 @@ def test_what_cannot_be_balanced_is_refused():
 def test_it_is_part_of_a_methods_identity():
     assert make_method("dp-sgd", balance="relative").identity["parts"] == {"balance": "Relative()"}
     assert make_method("dp-sgd", balance="plain").identity == make_method("dp-sgd").identity
-    assert Method(balance=balance.named("relative")) != Method()
+    assert Method(balance=layerwise_scaling.named("relative")) != Method()
 
 
 # --- the automatic rate ---

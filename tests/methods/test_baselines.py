@@ -10,7 +10,7 @@ from method_runs import Spy, curator_of
 from vestige.engines.reference import add_clipped
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Automatic, Counted, Quantile
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 
 def test_the_quantile_clip_finds_the_quantile():

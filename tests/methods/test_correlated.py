@@ -14,7 +14,7 @@ from vestige.accounting.ledger import read
 from vestige.mechanism.adaptive_clipping import Quantile
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
-from vestige.questions import CyclicGaussian, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, SampledGaussian
 from vestige.randomness import correlated, noise_schedules
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum

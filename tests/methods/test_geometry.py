@@ -19,7 +19,7 @@ from vestige.mechanism.groups import Layers
 from vestige.methods.registry import make_method
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.optimizers.muon import HybridMuon, orthogonalised
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.release import Release
 
 

@@ -27,7 +27,7 @@ from vestige.methods.registry import METHODS, make_method
 from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.correlated import Independent, White
 from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness

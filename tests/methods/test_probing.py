@@ -13,7 +13,7 @@ from method_runs import Spy, curator_of, flat, gradients_at
 from vestige.layout import Layout
 from vestige.methods.registry import make_method
 from vestige.optim.probes import Importance
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 from vestige.training.loop import Asking, TrainingState

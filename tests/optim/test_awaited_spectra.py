@@ -23,9 +23,9 @@ from vestige.compare.stacked import Stack, StackedRun
 from vestige.files import write_json
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
-from vestige.optim.spectral import memory as spectral
+from vestige.optim.spectral import memory_by_tail_exponent as spectral
 from vestige.optim.spectral import tail_exponent
-from vestige.optim.spectral.memory import Spectral, group_exponents
+from vestige.optim.spectral.memory_by_tail_exponent import Spectral, group_exponents
 from vestige.randomness.release import Release
 from vestige.tasks import models
 from vestige.training.job import Job, load, start
@@ -339,7 +339,7 @@ ENDS = """
     import torch
     from vestige.layout import Layout
     from vestige.optim.spectral import tail_exponent as spectrum
-    from vestige.optim.spectral.memory import Spectral
+    from vestige.optim.spectral.memory_by_tail_exponent import Spectral
     from vestige.randomness.release import Release
 
     solve = spectrum._solved

@@ -15,7 +15,7 @@ from vestige.accounting import rdp
 from vestige.accounting.ledger import read
 from vestige.methods.registry import make_method
 from vestige.optim.phased_decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
-from vestige.questions import SampledGaussian, Trial
+from vestige.priced_questions import SampledGaussian, Trial
 from vestige.training.verify import reprice, verify
 
 # --- phases and their signals ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from vestige.methods.base import Method
 from vestige.methods.registry import make_method
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
 from vestige.optim.rules import Rule, sgd
-from vestige.questions import BudgetSpent, SampledGaussian
+from vestige.priced_questions import BudgetSpent, SampledGaussian
 from vestige.training.planning import affordable
 from vestige.training.verify import verify
 

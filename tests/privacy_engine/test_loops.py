@@ -20,8 +20,8 @@ from vestige.files import sha256
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.optimizers.muon import HybridMuon
 from vestige.optim.rules import AdamBC
+from vestige.priced_questions import SampledGaussian
 from vestige.processes.sums import Sums
-from vestige.questions import SampledGaussian
 from vestige.training.doctor import examine
 from vestige.training.verify import verify
 

@@ -9,7 +9,7 @@ import vestige
 from conftest import make_toy
 from vestige import PrivacyEngine, accounting
 from vestige.accounting.ledger import read
-from vestige.questions import AllocatedGaussian, TruncatedGaussian
+from vestige.priced_questions import AllocatedGaussian, TruncatedGaussian
 
 LOSS = nn.functional.cross_entropy
 

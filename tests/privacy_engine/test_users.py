@@ -12,7 +12,7 @@ from conftest import make_toy
 from vestige import PrivacyEngine
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.users.ownership import RowsOfEach
-from vestige.questions import AllocatedGaussian, GroupedGaussian, SampledGaussian, TruncatedGaussian
+from vestige.priced_questions import AllocatedGaussian, GroupedGaussian, SampledGaussian, TruncatedGaussian
 
 LOSS = nn.functional.cross_entropy
 OWNERS = np.repeat(np.arange(17), [1, 7, 4, 3, 5, 2, 6, 1, 4, 3, 7, 2, 1, 6, 4, 3, 1])

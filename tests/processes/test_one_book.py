@@ -14,7 +14,7 @@ from vestige.budget import Book, terms
 from vestige.budget.identity import RowSet, fingerprint, hashes_of, make_key
 from vestige.budget.spending import rows_file
 from vestige.budget.verify import verify
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 STEP = SampledGaussian(0.25, 1.0)
 

@@ -13,9 +13,9 @@ import vestige
 from loops import private
 from vestige.accounting.ledger import LedgerError
 from vestige.cli.errors import SECONDS_FOR_PROCESS_0, fail
+from vestige.priced_questions import BudgetSpent
 from vestige.processes.group import _portable
-from vestige.processes.plan import unwrapped
-from vestige.questions import BudgetSpent
+from vestige.processes.unwrap_and_shard import unwrapped
 
 DATA = torch.randn(40, 6), torch.randint(3, (40,))
 

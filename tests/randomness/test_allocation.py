@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige.questions import AllocatedGaussian, Gaussian, SampledGaussian, TruncatedGaussian
+from vestige.priced_questions import AllocatedGaussian, Gaussian, SampledGaussian, TruncatedGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Allocation, Poisson, Shuffled, Truncated, joined, sampling_by_name
 

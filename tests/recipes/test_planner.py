@@ -8,7 +8,7 @@ from commands import as_json
 from commands import vestige as command
 from vestige import accounting
 from vestige.compare.report import plans_page as report
-from vestige.questions import Gaussian, SampledGaussian
+from vestige.priced_questions import Gaussian, SampledGaussian
 from vestige.recipes.catalogue import find
 from vestige.recipes.planner import LEAST_STEPS, Budget, plan, seconds_of
 from vestige.recipes.throughput import views_per_second

@@ -14,9 +14,9 @@ from commands import as_json
 from commands import vestige as command
 from vestige.layout import Layout
 from vestige.mechanism.groups import STILL, HeadAlone, HeadFirst, HeadLast
+from vestige.priced_questions import SampledGaussian
 from vestige.priors import generators
 from vestige.priors.contrastive import Plan, contrast, make, views
-from vestige.questions import SampledGaussian
 from vestige.tasks.features.starting_weights import read
 from vestige.training.job import Job, method_of
 

@@ -11,7 +11,7 @@ import vestige
 from commands import as_json
 from commands import vestige as command
 from vestige import accounting, tasks
-from vestige.questions import Gaussian, SampledGaussian
+from vestige.priced_questions import Gaussian, SampledGaussian
 from vestige.recipes import RECIPES, find
 from vestige.recipes.recipe import at
 from vestige.tasks.read_tables import Bounded, Categories, columns_of, encoded_rows, read_table

@@ -13,7 +13,7 @@ from commands import as_json
 from commands import vestige as command
 from vestige import accounting
 from vestige.accounting.ledger import LedgerError, read
-from vestige.questions import BudgetSpent, ExponentialMechanism, Gaussian
+from vestige.priced_questions import BudgetSpent, ExponentialMechanism, Gaussian
 from vestige.randomness.keys import Randomness
 from vestige.synthesis import quality
 from vestige.synthesis.curator import InFile, InMemory, TableCurator

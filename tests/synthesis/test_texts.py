@@ -19,10 +19,10 @@ from checkpoints import checkpoint, rows
 from vestige import accounting
 from vestige.accounting.ledger import LedgerError, read
 from vestige.mechanism.losses.model_losses import next_token
-from vestige.questions import Gaussian
-from vestige.synthesis.prompted_texts import LabelCounts, Prompts, counts_of
+from vestige.priced_questions import Gaussian
 from vestige.synthesis.text_sampling import Drawing, _likeliest, sampled, without_repeats, written
 from vestige.synthesis.texts import TextRun, TextSynthesis, label_multiplier
+from vestige.synthesis.texts_with_label_prompts import LabelCounts, Prompts, counts_of
 from vestige.training.verify import verify
 
 SMALL = {"epsilon": 8.0, "delta": 1e-3, "batch": 10, "steps": 2, "max_length": 20, "label_column": "label"}

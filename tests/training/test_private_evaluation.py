@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 import vestige
 from conftest import make_toy
-from vestige.accounting.budgets import Budget, Reserving
 from vestige.accounting.ledger import read
+from vestige.accounting.odometers_and_filters import Budget, Reserving
 from vestige.cli import main
-from vestige.questions import Gaussian, SampledGaussian
+from vestige.priced_questions import Gaussian, SampledGaussian
 from vestige.training.verify import verify
 
 LOSS = torch.nn.functional.cross_entropy

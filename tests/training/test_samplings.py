@@ -9,7 +9,7 @@ from conftest import make_toy
 from vestige import accounting
 from vestige.accounting.ledger import read
 from vestige.mechanism.private_evaluation import PrivateEvaluation
-from vestige.questions import AllocatedGaussian, Gaussian, TruncatedGaussian
+from vestige.priced_questions import AllocatedGaussian, Gaussian, TruncatedGaussian
 from vestige.training.persistence import saver
 from vestige.training.verify import verify
 

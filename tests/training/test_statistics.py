@@ -12,7 +12,7 @@ from torch import nn
 import vestige
 from vestige import accounting
 from vestige.accounting.ledger import read
-from vestige.questions import ExponentialMechanism, Gaussian
+from vestige.priced_questions import ExponentialMechanism, Gaussian
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy

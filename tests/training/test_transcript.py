@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import vestige
 from recursions import paper_weights
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.training.job import Job, start
 from vestige.training.nonprivate_transcript import PARTS, nonprivate_split
 

@@ -14,7 +14,13 @@ from captured_on_cpu import captured_on_cpu
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.clipping import Flat
 from vestige.methods.registry import make_method
-from vestige.questions import AllocatedGaussian, CyclicGaussian, GroupedGaussian, SampledGaussian, TruncatedGaussian
+from vestige.priced_questions import (
+    AllocatedGaussian,
+    CyclicGaussian,
+    GroupedGaussian,
+    SampledGaussian,
+    TruncatedGaussian,
+)
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy

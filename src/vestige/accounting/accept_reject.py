@@ -12,7 +12,7 @@ from scipy.special import log_ndtr, ndtr
 from vestige.accounting.profiles import DEEPEST, Profile, call, excess_moments, put, reaches
 from vestige.accounting.rdp import ORDERS, Array
 from vestige.accounting.rdp import curves as renyi_curves
-from vestige.questions import Trial
+from vestige.priced_questions import Trial
 
 MOMENT_CELLS = 50_000
 MOMENT_DEEPEST = 20.0

@@ -16,7 +16,7 @@ from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
 from vestige.checks import check_delta
 from vestige.lazy_scipy import brentq
-from vestige.questions import GroupedGaussian, Question, SampledGaussian
+from vestige.priced_questions import GroupedGaussian, Question, SampledGaussian
 
 FINE, COARSE = 2e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""

@@ -16,7 +16,7 @@ from vestige.accounting.meaning.meaning import Meaning, meaning
 from vestige.accounting.theorems import History
 from vestige.assumptions import ADJACENCY, Stated, lines, stated
 from vestige.checks import check_delta
-from vestige.questions import (
+from vestige.priced_questions import (
     AllocatedGaussian,
     CyclicGaussian,
     ExponentialMechanism,

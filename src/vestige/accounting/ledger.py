@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from vestige.assumptions import Stated, Status, check, merged
 from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from vestige.files import lock
-from vestige.questions import BudgetSpent, Question
+from vestige.priced_questions import BudgetSpent, Question
 
 GENESIS = "0" * 64
 VERSION = 3

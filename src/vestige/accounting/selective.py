@@ -10,7 +10,7 @@ from vestige.accounting.composition import epsilon
 from vestige.accounting.meaning.meaning import meaning
 from vestige.assumptions import ADJACENCY, PRICE_ALONE
 from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
-from vestige.questions import Question, SampledGaussian, Trial
+from vestige.priced_questions import Question, SampledGaussian, Trial
 
 RELEASES = {"dpsur": "y", "dpsgd-br": "yz", "dpsgd-br-stepped": "yz"}
 """What an accepted trial of a method shows: its candidate, or its noisy loss too, since a buffer compares those."""

@@ -18,7 +18,7 @@ from vestige.accounting.profiles import (
 )
 from vestige.accounting.rdp import Array
 from vestige.accounting.samplings import allocation, rows_of_users, truncation
-from vestige.questions import (
+from vestige.priced_questions import (
     AllocatedGaussian,
     CyclicGaussian,
     ExponentialMechanism,

@@ -13,7 +13,7 @@ from vestige.accounting.composition import epsilon
 from vestige.accounting.theorems import History, total_curve
 from vestige.checks import check_delta
 from vestige.lazy_scipy import brentq
-from vestige.questions import CyclicGaussian, Question
+from vestige.priced_questions import CyclicGaussian, Question
 
 
 def composed_epsilon(runs: Iterable[History], delta: float) -> float:

@@ -24,7 +24,7 @@ from vestige.audit.result import ENOUGH
 from vestige.audit.unstacked_runs import LoneRuns
 from vestige.layout import Layout
 from vestige.methods.registry import make_method
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.training.loop import TrainingState, run
 from vestige.training.planning import Request, plan
 

@@ -35,8 +35,8 @@ from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
+from vestige.priced_questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.processes.torchrun import require_alone
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.training.planning import Plan, Request, plan, questions, settled
 
 VIEWS = {

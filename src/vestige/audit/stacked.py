@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vestige.audit.canaries import Canary
-from vestige.audit.likelihood_ratio import Evidence
+from vestige.audit.canary_likelihood_ratio import Evidence
 from vestige.compare.stacked.curator import StackedCurator
 from vestige.compare.stacked.mlp import MLP, StackedScales
 from vestige.compare.stacked.stack import Stack

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vestige.accounting.ledger import Ledger
 from vestige.accounting.lower_bounds.attack_rates import Array
 from vestige.audit.canaries import Canary
-from vestige.audit.likelihood_ratio import Evidence
+from vestige.audit.canary_likelihood_ratio import Evidence
 from vestige.engines.reference import Reference, add_clipped
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
@@ -25,7 +25,7 @@ from vestige.mechanism.curator import Answer, Curator
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import Scores, losses_of, right_answers
 from vestige.methods.base import Method
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.randomness.keys import Randomness
 from vestige.training.loop import TrainingState, run, step
 from vestige.training.planning import Plan

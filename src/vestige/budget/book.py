@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from vestige.accounting import rdp
-from vestige.accounting.budgets import within
+from vestige.accounting.odometers_and_filters import within
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History
 from vestige.budget import prices
 from vestige.budget.filters import RenyiFilter, Slot, SlotPlan, Weights
-from vestige.budget.holders import has_ended, person, this_process
+from vestige.budget.person_and_process import has_ended, person, this_process
 from vestige.budget.storage import Appending, BookError, BookFile, Row
 from vestige.checks import check_delta, check_epsilon, check_number, require
-from vestige.questions import BudgetSpent, Gaussian, PureLoss, Question, SampledGaussian
+from vestige.priced_questions import BudgetSpent, Gaussian, PureLoss, Question, SampledGaussian
 
 VERSION = 1
 UNITS = ("row", "user")

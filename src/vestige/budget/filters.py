@@ -22,7 +22,7 @@ from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History
 from vestige.budget import prices
 from vestige.checks import check_number, check_steps, require
-from vestige.questions import Gaussian, PureLoss, Question, SampledGaussian
+from vestige.priced_questions import Gaussian, PureLoss, Question, SampledGaussian
 
 NEARLY = 0.96
 """Without a plan, the lowest order is favoured at which nearly as many Gaussian questions fit as at any: sampled ones,

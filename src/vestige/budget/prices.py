@@ -16,7 +16,7 @@ from vestige.accounting import rdp
 from vestige.accounting.meaning.users import history_of_user
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History, curves, occasions, theorem_for
-from vestige.questions import CyclicGaussian, Gaussian, PureLoss, Question, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Gaussian, PureLoss, Question, SampledGaussian
 from vestige.units import Users
 
 ADJACENCIES = {

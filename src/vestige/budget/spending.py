@@ -21,7 +21,7 @@ from vestige.accounting.theorems import History
 from vestige.budget import prices
 from vestige.budget.book import Book
 from vestige.budget.identity import Hashes, RowSet, fingerprint, hashes_of, read_key, require_rows
-from vestige.questions import BudgetSpent, Question
+from vestige.priced_questions import BudgetSpent, Question
 from vestige.units import Users
 
 VARIABLE = "VESTIGE_BUDGET"

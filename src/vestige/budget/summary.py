@@ -11,7 +11,7 @@ from vestige.accounting import rdp
 from vestige.budget import prices
 from vestige.budget.book import Book, Reservation
 from vestige.budget.filters import Slot
-from vestige.budget.holders import has_ended
+from vestige.budget.person_and_process import has_ended
 
 ODOMETER = "an odometer's reading, which depends on the answers: the guarantee is the book's epsilon"
 ASSUMES = (

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from vestige.accounting.budgets import within
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
+from vestige.accounting.odometers_and_filters import within
 from vestige.budget import prices
 from vestige.budget.book import Book, Reading, Reservation, State, Terms
 from vestige.budget.filters import SlotPlan
 from vestige.budget.storage import BookError, BookFile, Row
-from vestige.questions import PureLoss, Question
+from vestige.priced_questions import PureLoss, Question
 from vestige.units import Users
 
 ROUNDING = 1e-9

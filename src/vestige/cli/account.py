@@ -217,7 +217,7 @@ class Drawing:
 
     def asked(self, multiplier: float) -> dict[Any, int]:
         """The questions of the plan, each with its count."""
-        from vestige.questions import AllocatedGaussian, SampledGaussian, TruncatedGaussian
+        from vestige.priced_questions import AllocatedGaussian, SampledGaussian, TruncatedGaussian
 
         if self.sampling == "allocation":
             return {AllocatedGaussian(self.steps_per_epoch, multiplier): self.steps // self.steps_per_epoch}

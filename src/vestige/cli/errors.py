@@ -17,8 +17,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from vestige.priced_questions import BudgetSpent
 from vestige.processes.torchrun import followed
-from vestige.questions import BudgetSpent
 from vestige.renaming import CLIP, GRAPHS, NOISE, PARTS, Now
 
 INTERRUPTED = 130

@@ -21,7 +21,7 @@ COMMANDS = {
     "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
     "synthesize": ("models.synthesize", "Make rows or texts that may be shared, of private ones."),
     "bound": (
-        "private_bound",
+        "bound_rows_per_user",
         "Choose how many rows of one user take part, by one charged private question about their counts.",
     ),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),

@@ -32,7 +32,7 @@ def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit.published_epsilons import READINGS, READINGS_WHAT, STUDIES
-    from vestige.compare import loss_paths
+    from vestige.compare import dpsgd_br_figure1 as figure1
     from vestige.compare.paper_presets import PRESETS
 
     rows: list[dict[str, Any]]
@@ -40,7 +40,7 @@ def presets(as_json: Json = False) -> None:
     rows.append({"name": table3.NAME, "what": table3.WHAT, "paper": table3.PAPER, "missing": []})
     rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
     rows.append({"name": READINGS, "what": READINGS_WHAT, "paper": table3.PAPER, "missing": []})
-    rows.append({"name": loss_paths.NAME, "what": loss_paths.WHAT, "paper": loss_paths.PAPER, "missing": []})
+    rows.append({"name": figure1.NAME, "what": figure1.WHAT, "paper": figure1.PAPER, "missing": []})
     if as_json:
         print_json({"presets": rows})
         return
@@ -85,7 +85,7 @@ def reproduce(
     """
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit.published_epsilons import READINGS, STUDIES
-    from vestige.compare import loss_paths
+    from vestige.compare import dpsgd_br_figure1 as figure1
     from vestige.compare import paper_presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
@@ -100,7 +100,7 @@ def reproduce(
             _lower_bounds(STUDIES[name], as_json)
         return
     path = out or Path("runs") / (f"{name}-small" if small else name)
-    if name == loss_paths.NAME:
+    if name == figure1.NAME:
         why = f"{name} trains on the bundled digits, one run after another, in this process"
         refuse_if_given(context, (*(each for each in EXECUTION if each != "seeds"), "data", "device"), why)
         _landscape(small, seeds, path, as_json)
@@ -216,44 +216,44 @@ def _readings(as_json: bool) -> None:
 def _landscape(small: bool, seeds: int | None, path: Path, as_json: bool) -> None:
     """Walk each method over the loss, seed by seed; every line is written when it is done."""
     from vestige.checks import check_steps
-    from vestige.compare import loss_paths
+    from vestige.compare import dpsgd_br_figure1 as figure1
     from vestige.files import make_folder, read_json, write_json
 
-    count = seeds if seeds is not None else 2 if small else loss_paths.Study.seeds
+    count = seeds if seeds is not None else 2 if small else figure1.Study.seeds
     check_steps(count, "seeds")
-    study = loss_paths.Study(steps=10 if small else loss_paths.Study.steps, seeds=count)
+    study = figure1.Study(steps=10 if small else figure1.Study.steps, seeds=count)
     make_folder(path)
     file = path / "paths.json"
     rows = list(read_json(file)["rows"]) if file.exists() else []
     done = {(row["label"], row["seed"]) for row in rows}
     with step_progress(not as_json) as bar, graceful_stop() as stopping:
-        show = bar("runs", count * len(loss_paths.LABELS))
+        show = bar("runs", count * len(figure1.LABELS))
         for seed in range(count):
-            wanted = [label for label in loss_paths.LABELS if (label, seed) not in done]
+            wanted = [label for label in figure1.LABELS if (label, seed) not in done]
             if seed == 0 and not (path / "paths.svg").exists():
-                wanted, rows = list(loss_paths.LABELS), [row for row in rows if row["seed"] != 0]
+                wanted, rows = list(figure1.LABELS), [row for row in rows if row["seed"] != 0]
             walked = {}
             for label in wanted:
-                walked[label], row = loss_paths.walk(study, label, seed)
+                walked[label], row = figure1.walk(study, label, seed)
                 rows.append(row)
                 write_json(file, {"rows": rows})
                 show(len(rows), label, None, None)
                 if stopping():
                     raise KeyboardInterrupt
             if seed == 0 and walked:
-                (path / "paths.svg").write_text(loss_paths.svg(loss_paths.drawn(walked)))
-    found = loss_paths.compared(rows)
+                (path / "paths.svg").write_text(figure1.svg(figure1.drawn(walked)))
+    found = figure1.compared(rows)
     if as_json:
-        print_json({"preset": loss_paths.NAME, "rows": rows, "compared": found, "notes": list(loss_paths.NOTES)})
+        print_json({"preset": figure1.NAME, "rows": rows, "compared": found, "notes": list(figure1.NOTES)})
         return
     table = Table("method", "quantity", "less DP-SGD's", "95%", "p", "seeds")
-    table.title, table.title_justify = f"{loss_paths.PAPER}: {loss_paths.WHAT}", "left"
+    table.title, table.title_justify = f"{figure1.PAPER}: {figure1.WHAT}", "left"
     for each in found:
         interval = "-" if each["low"] is None else f"{each['low']:+.3f} to {each['high']:+.3f}"
         numbers = (f"{each['difference']:+.3f}", interval, _plain(each["p"]), str(each["seeds"]))
         table.add_row(each["label"], each["quantity"], *numbers)
     stdout.print(table)
-    for line in loss_paths.NOTES:
+    for line in figure1.NOTES:
         stdout.print(f"assumed: {line}", markup=False)
     stdout.print(f"written to {path}: paths.json, and paths.svg of the first seed", markup=False)
 

@@ -22,7 +22,7 @@ from vestige.compare import stacked
 from vestige.methods.base import Method
 from vestige.methods.registry import as_given, make_method
 from vestige.optim.probes import Here, Probe
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.randomness.correlated import Noise
 from vestige.randomness.noise_schedules import Schedule
 from vestige.run_records import CompletedRun, FailedRun, PrivacyTarget, Run, RunRecord, Terms

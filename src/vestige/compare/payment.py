@@ -10,7 +10,7 @@ from typing import Any
 from vestige import tasks
 from vestige.accounting import History
 from vestige.budget.book import Book
-from vestige.budget.holders import has_ended, this_process
+from vestige.budget.person_and_process import has_ended, this_process
 from vestige.budget.spending import Account, Budget, Provenance, account_of, pay
 from vestige.compare import run_grid
 from vestige.compare.execute_run import Machine, asked_by

@@ -15,7 +15,7 @@ from vestige.compare.folder import ComparisonFolder
 from vestige.mechanism.groups import PerGroup
 from vestige.methods.base import Method
 from vestige.methods.registry import as_given, make_method
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.randomness.sampling import Sampling
 from vestige.run_records import CompletedRun, PrivacyTarget, completed
 from vestige.training.planning import Request, questions, sampling_of, settled

@@ -17,7 +17,7 @@ from torch import Tensor
 from vestige import tasks
 from vestige.budget.spending import Budget, account_of
 from vestige.checks import check_steps, renamed, secure_mode
-from vestige.finetuning.checkpoints import (
+from vestige.finetuning.pretrained_models import (
     Checkpoint,
     check_fits,
     frozen,
@@ -34,7 +34,7 @@ from vestige.integrations.model_card import BASE, escaped, model_card
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import as_given, make_method
-from vestige.processes.plan import processes
+from vestige.processes.unwrap_and_shard import processes
 from vestige.run_records import RunResult
 from vestige.tf32 import check_device
 from vestige.training.loop import Record

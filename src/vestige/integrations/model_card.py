@@ -17,7 +17,7 @@ from vestige import accounting
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.assumptions import ASSUMPTIONS, NEIGHBOURS, Stated
 from vestige.checks import check_delta
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.run_records import Audited, RunResult
 from vestige.training.run_folder import RunFolder
 from vestige.training.verify import facts_of, reprice, verify

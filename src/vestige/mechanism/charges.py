@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Protocol
 
-from vestige.questions import Question, SampledGaussian, Trial
+from vestige.priced_questions import Question, SampledGaussian, Trial
 
 
 class Ask(Protocol):

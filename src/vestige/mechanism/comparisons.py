@@ -13,8 +13,8 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Batch, Parameters
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import LossDifference, Scores
+from vestige.priced_questions import SampledGaussian, Trial
 from vestige.processes.group import ALONE, Processes
-from vestige.questions import SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised
 from vestige.randomness.sampling import joined

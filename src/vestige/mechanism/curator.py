@@ -30,9 +30,9 @@ from vestige.mechanism.clipping import (
 )
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Source
+from vestige.priced_questions import Gaussian, Question, SampledGaussian
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
-from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness

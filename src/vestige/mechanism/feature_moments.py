@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from vestige.questions import Gaussian, Question
+from vestige.priced_questions import Gaussian, Question
 
 
 class FirstSums(Protocol):

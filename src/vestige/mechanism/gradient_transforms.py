@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 from torch.func import vmap
 
-from vestige.balance import Scales, inner, outer
+from vestige.layerwise_scaling import Scales, inner, outer
 from vestige.mechanism.clipping import Batch, Field, Parameters, Transform
 
 
@@ -98,8 +98,8 @@ class _Scaled(Linear):
 
 
 def scaled(transform: Transform, scales: Scales) -> Transform:
-    """A transform of gradients with respect to V as one of gradients with respect to W = a V (see `balance`); an engine
-    with these constants multiplies what comes out by a."""
+    """A transform of gradients with respect to V as one of gradients with respect to W = a V (see `layerwise_scaling`);
+    an engine with these constants multiplies what comes out by a."""
     if isinstance(transform, Linear):
         return _Scaled(transform, scales)
 

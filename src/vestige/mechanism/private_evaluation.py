@@ -14,8 +14,8 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import Scores
+from vestige.priced_questions import Gaussian
 from vestige.processes.group import ALONE, Processes
-from vestige.questions import Gaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from vestige.balance import Balance, Constants
+from vestige.layerwise_scaling import Balance, Constants
 from vestige.layout import Grouping, Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Clip, Flat
@@ -19,7 +19,7 @@ from vestige.optim.gates import AlwaysAccept, Gate
 from vestige.optim.memory import Identity, Memory
 from vestige.optim.probes import Here, Probe
 from vestige.optim.rules import Rule, sgd
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 from vestige.randomness.correlated import Noise, White
 from vestige.randomness.noise_schedules import Constant, Schedule
 

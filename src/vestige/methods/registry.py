@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Literal
 
-from vestige import balance as balances
+from vestige import layerwise_scaling as balances
 from vestige.checks import renamed
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, Origin, by_group

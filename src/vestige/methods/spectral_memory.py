@@ -10,7 +10,7 @@ from vestige.methods.fractional import Alpha, Beta, Window
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, options_of, register
 from vestige.optim.rules import sgd
-from vestige.optim.spectral.memory import Spectral
+from vestige.optim.spectral.memory_by_tail_exponent import Spectral
 
 Interval = Annotated[tuple[float, float], "exponents that need no tempering: two numbers"]
 CLambda = Annotated[float, "how fast tempering grows with the distance from the interval"]

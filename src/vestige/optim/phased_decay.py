@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.losses.loss_difference import LossDifference
-from vestige.questions import BudgetSpent, Trial
+from vestige.priced_questions import BudgetSpent, Trial
 
 DecayState = dict[str, Any]
 

@@ -10,13 +10,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from vestige.balance import Scales, inner, outer
 from vestige.checks import check_bound, check_number
+from vestige.layerwise_scaling import Scales, inner, outer
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Batch, Clip, Field, Parameters, Transform
 from vestige.mechanism.gradient_transforms import Linear, Term, scaled
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.release import Release
 
 ProbeState = dict[str, Any]

@@ -36,6 +36,7 @@ from vestige.mechanism.users.ownership import ChosenBound, Ownership
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
+from vestige.priced_questions import BudgetSpent, Question, SampledGaussian
 from vestige.privacy_engine.coverage import require_covered, require_inner_hooks
 from vestige.privacy_engine.loaders import draws_per_epoch, private_loader
 from vestige.privacy_engine.microbatches import (
@@ -51,11 +52,10 @@ from vestige.processes import checkpoints
 from vestige.processes.data_fingerprints import nonprivate_hash_of_dataset
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
-from vestige.processes.loops import ShardedLoop
 from vestige.processes.parameter_shards import Shards, require_summable
-from vestige.processes.plan import follow_first, processes, require_same_rows, sharded, unwrapped
+from vestige.processes.sharded_loops import ShardedLoop
 from vestige.processes.sums import ShardedSums, Sums
-from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.processes.unwrap_and_shard import follow_first, processes, require_same_rows, sharded, unwrapped
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name

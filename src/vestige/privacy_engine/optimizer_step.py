@@ -22,12 +22,12 @@ from vestige.methods.base import Method
 from vestige.optim.learner import Learner, scales_of
 from vestige.optim.optimizers.foreach_step import Moves, balanced
 from vestige.optim.probes import At, ask
+from vestige.priced_questions import SampledGaussian
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes, PrivateCall
 from vestige.processes.parameter_shards import ShardedSum
-from vestige.processes.plan import require_same_group, require_same_model
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
-from vestige.questions import SampledGaussian
+from vestige.processes.unwrap_and_shard import require_same_group, require_same_model
 from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.release import Release

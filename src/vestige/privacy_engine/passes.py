@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
@@ -32,8 +33,6 @@ from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
-from vestige.module_calls import CallInterceptor, install_interceptor
-from vestige.privacy_engine.batch_lengths import Lengths, Shapes
 from vestige.privacy_engine.call_arguments import DIVISORS, ONE_BY_ONE, Call
 from vestige.privacy_engine.captured_passes import CapturedPasses, Replay
 from vestige.privacy_engine.coverage import require_noised
@@ -45,10 +44,11 @@ from vestige.privacy_engine.microbatches import (
     require_no_accumulation,
 )
 from vestige.privacy_engine.outputs import End, Factor, NotPerExample
+from vestige.privacy_engine.padding_in_loss_divisor import Lengths, Shapes
 from vestige.privacy_engine.row_labels import Tracking
-from vestige.processes.loops import ShardedLoop
 from vestige.processes.parameter_shards import ShardedSum
-from vestige.processes.plan import fsdp_in, silence_wrapper
+from vestige.processes.sharded_loops import ShardedLoop
+from vestige.processes.unwrap_and_shard import fsdp_in, silence_wrapper
 
 Uses = dict[str, list[Gradient]]
 COMPILED = "per-example gradients need eager mode: torch.compile is ignored in private passes"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vestige.questions import BudgetSpent
+from vestige.priced_questions import BudgetSpent
 
 T = TypeVar("T")
 TIME_LIMIT = "VESTIGE_PROCESS_TIMEOUT"

@@ -8,8 +8,8 @@ from typing import Any
 
 from vestige.accounting.ledger import Budget, Ledger, LedgerHistory, read
 from vestige.assumptions import ASSUMPTIONS, STATUSES, Stated, Status, merged
+from vestige.priced_questions import BudgetSpent, Question
 from vestige.processes.group import Processes, digest
-from vestige.questions import BudgetSpent, Question
 
 
 class SharedLedger(Ledger):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
-from vestige.questions import CyclicGaussian, Question, SampledGaussian
+from vestige.priced_questions import CyclicGaussian, Question, SampledGaussian
 from vestige.randomness import gaussian, lattice
 from vestige.randomness.gaussian import normal_part
 from vestige.randomness.release import BoundedSum

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vestige.checks import check_rate, check_steps
-from vestige.questions import AllocatedGaussian, Question, SampledGaussian, TruncatedGaussian
+from vestige.priced_questions import AllocatedGaussian, Question, SampledGaussian, TruncatedGaussian
 from vestige.randomness import binomial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.streams import Stream

@@ -20,7 +20,7 @@ from typing import Any
 from vestige import accounting
 from vestige.assumptions import PRICE_ALONE
 from vestige.checks import check_delta, check_number, check_steps
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 from vestige.recipes.catalogue import find
 from vestige.recipes.recipe import KINDS, Recipe
 

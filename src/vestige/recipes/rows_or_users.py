@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vestige import accounting
 from vestige.checks import check_delta, check_epsilon, check_steps
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 from vestige.units import Users
 
 FEWER = 4

@@ -23,8 +23,8 @@ from vestige.accounting.meaning.tradeoff import of_one_pair
 from vestige.audit.membership import Success, success
 from vestige.files import read_json
 from vestige.synthesis.curator import embedded
-from vestige.synthesis.prompted_texts import read_texts
 from vestige.synthesis.schema import Codes, Column, read_table
+from vestige.synthesis.texts_with_label_prompts import read_texts
 from vestige.training.run_folder import RunFolder
 from vestige.training.verify import verify
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vestige.files import read_tensors, write_tensors
 from vestige.mechanism.charges import Ask
-from vestige.questions import ExponentialMechanism, Gaussian, Question
+from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
 from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import add_noise

@@ -14,7 +14,7 @@ from math import sqrt
 import numpy as np
 import torch
 
-from vestige.questions import Gaussian, Question
+from vestige.priced_questions import Gaussian, Question
 from vestige.synthesis.curator import Counts, TableCurator, embedded
 from vestige.synthesis.marginals import simplex
 from vestige.synthesis.schema import Codes, Column

@@ -13,7 +13,7 @@ from math import pi, sqrt
 
 import numpy as np
 
-from vestige.questions import ExponentialMechanism, Gaussian, Question
+from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
 from vestige.synthesis.curator import Counts, TableCurator
 from vestige.synthesis.schema import Codes
 

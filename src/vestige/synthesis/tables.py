@@ -19,7 +19,7 @@ from vestige.budget.spending import Provenance, account_of, attach, continued
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
 from vestige.files import write_json
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
-from vestige.questions import Gaussian, Question
+from vestige.priced_questions import Gaussian, Question
 from vestige.randomness.keys import Randomness
 from vestige.synthesis import quality
 from vestige.synthesis.curator import InFile, InMemory, Interrupted, TableCurator

@@ -22,15 +22,15 @@ from vestige.compare.report.drawing import Figure, Series
 from vestige.compare.report.html import items
 from vestige.compare.report.page import panels
 from vestige.files import write_json
-from vestige.finetuning.checkpoints import read_configuration, read_tokenizer
 from vestige.finetuning.job import FineTuning, start
+from vestige.finetuning.pretrained_models import read_configuration, read_tokenizer
 from vestige.finetuning.quality import judged
 from vestige.methods.base import written
-from vestige.questions import Gaussian
+from vestige.priced_questions import Gaussian
 from vestige.synthesis import quality
 from vestige.synthesis.output import Synthesis, card_of, check_writable, whole_page, write_rows
-from vestige.synthesis.prompted_texts import LabelCounts, Prompts, counts_of, read_texts, shares_of
 from vestige.synthesis.text_sampling import Drawing, sampled, without_repeats
+from vestige.synthesis.texts_with_label_prompts import LabelCounts, Prompts, counts_of, read_texts, shares_of
 from vestige.training.loop import Record
 from vestige.training.run_folder import RunFolder
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from vestige import assumptions, tasks
-from vestige import balance as balances
+from vestige import layerwise_scaling as balances
 from vestige.budget.spending import Budget, account_of
 from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed, secure_mode
 from vestige.mechanism.augmentation import Augment
@@ -24,7 +24,7 @@ from vestige.methods.base import Method, by_group
 from vestige.methods.registry import as_given, make_method
 from vestige.optim import averaging
 from vestige.optim.rules import named
-from vestige.processes.plan import processes
+from vestige.processes.unwrap_and_shard import processes
 from vestige.run_records import RunResult
 from vestige.tasks.features import encoders, starting_weights
 from vestige.tasks.models import lay_out

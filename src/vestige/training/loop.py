@@ -21,8 +21,8 @@ from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover
 from vestige.optim.probes import At, ask
 from vestige.optim.rules import Scheduling, scheduled
+from vestige.priced_questions import BudgetSpent, Question, SampledGaussian
 from vestige.processes.parameter_shards import Shards
-from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.noise_schedules import level
 from vestige.randomness.release import Release
 

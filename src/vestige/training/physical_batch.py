@@ -16,7 +16,7 @@ from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, T
 from vestige.mechanism.gradient_transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.probes import At, ask
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.release import Release
 
 PhysicalBatch = int | Literal["auto"] | None

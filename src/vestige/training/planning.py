@@ -14,7 +14,7 @@ from vestige import accounting
 from vestige.checks import check_delta, check_multiplier, check_number, check_rate, check_steps, renamed
 from vestige.layout import Layout
 from vestige.methods.base import Method
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 from vestige.randomness.noise_schedules import Constant, level
 from vestige.randomness.sampling import Poisson, RowsOfUsers, Sampling, sampling_by_name
 from vestige.training.automatic_rate import auto_rate, initial_weight_norm

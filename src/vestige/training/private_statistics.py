@@ -23,7 +23,7 @@ from vestige.budget.spending import Budget, Provenance, account_of, attach
 from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps
 from vestige.files import read_json, sha256, write_json
 from vestige.mechanism.users.ownership import ChosenBound, ownership
-from vestige.questions import ExponentialMechanism, Gaussian, Question
+from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
 from vestige.randomness import lattice, rounded_gaussian
 from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness

@@ -13,7 +13,7 @@ from vestige.accounting.lower_bounds.bounds_from_scores import one_run_bound
 from vestige.assumptions import Stated
 from vestige.engines.audit_canaries import Canaries
 from vestige.methods.base import Method
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 from vestige.run_records import Audited, Selection, Statement
 from vestige.training.loop import Record
 from vestige.training.planning import Plan

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vestige import accounting, assumptions
-from vestige.accounting.budgets import FilteredBudget, Reserving
-from vestige.balance import Constants
+from vestige.accounting.odometers_and_filters import FilteredBudget, Reserving
 from vestige.budget.spending import Budget, Provenance, attach, continued
 from vestige.checks import check_number, check_steps, renamed
 from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
@@ -30,15 +29,16 @@ from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.least_squares_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.sharded import Sharded
+from vestige.layerwise_scaling import Constants
 from vestige.layout import Layout
 from vestige.mechanism.bad_rows import Admissible, ignores_padding, made_up_pass
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.dataframes import columns_of, is_frame
 from vestige.mechanism.examples import Data, Examples, Source
 from vestige.mechanism.feature_moments import FirstSums
-from vestige.mechanism.frames import columns_of, is_frame
 from vestige.mechanism.loading import Loading, Target, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted, check_targets
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
@@ -49,10 +49,12 @@ from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import make_method
 from vestige.optim.rules import Scheduling, grouped
+from vestige.priced_questions import BudgetSpent, Question
 from vestige.processes.group import ALONE, Processes, digest
 from vestige.processes.ledger import ledger_of
 from vestige.processes.parameter_shards import Shards, require_summable
-from vestige.processes.plan import (
+from vestige.processes.sums import ShardedSums, Sums
+from vestige.processes.unwrap_and_shard import (
     follow_first,
     loss_of,
     processes,
@@ -62,8 +64,6 @@ from vestige.processes.plan import (
     sharded,
     unwrapped,
 )
-from vestige.processes.sums import ShardedSums, Sums
-from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from vestige import accounting
-from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
+from vestige.accounting.odometers_and_filters import FilteredBudget
 from vestige.assumptions import EARLIER_ADJACENCY, Stated
 from vestige.checks import check_delta
 from vestige.files import read_json
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.run_records import RunResult, Statement
 from vestige.training.results import meant
 from vestige.training.run_folder import RunFolder

@@ -22,7 +22,7 @@ from vestige.methods.base import by_group
 from vestige.methods.registry import METHODS
 from vestige.optim import averaging
 from vestige.optim.rules import named, sgd
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.sampling import CyclicPoisson, Poisson

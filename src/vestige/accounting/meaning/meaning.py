@@ -12,7 +12,7 @@ from vestige.accounting.composition import COARSE, epsilon_by_distribution
 from vestige.accounting.meaning.replacing import replacing
 from vestige.accounting.meaning.tradeoff import LARGEST_MU, Tradeoff, of_one_pair, tradeoff
 from vestige.accounting.theorems import History
-from vestige.questions import Question
+from vestige.priced_questions import Question
 
 ALARMS = 0.01
 """The share of false alarms at which detection is stated."""

@@ -9,7 +9,7 @@ from vestige.accounting.meaning.tradeoff import LARGEST_EPSILON
 from vestige.accounting.pld import Composed, LossMasses
 from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, occasions, theorem_for
-from vestige.questions import Question
+from vestige.priced_questions import Question
 
 LEAST = 1e-3
 """Where the search for an epsilon begins at least: smaller ones need not be exact."""

@@ -12,7 +12,7 @@ from vestige.accounting.theorems import History
 from vestige.assumptions import Stated
 from vestige.checks import check_steps
 from vestige.lazy_scipy import brentq
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.units import Users
 
 LARGEST_EPSILON = 500.0

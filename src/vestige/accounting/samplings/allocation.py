@@ -20,7 +20,7 @@ from scipy.special import log_ndtr, logsumexp, ndtri
 
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array
-from vestige.questions import AllocatedGaussian
+from vestige.priced_questions import AllocatedGaussian
 
 MOST_CELLS = 6000
 """Longest grid: an addition takes so many squared operations. A coarser one is a looser bound, and still one."""

@@ -18,7 +18,7 @@ from vestige.accounting import rdp
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array
 from vestige.lazy_scipy import brentq
-from vestige.questions import GroupedGaussian
+from vestige.priced_questions import GroupedGaussian
 
 NEGLIGIBLE = 1e-24
 """Chance that so many rows of a person join that they are not followed one by one: charged to delta."""

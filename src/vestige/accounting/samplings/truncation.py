@@ -15,7 +15,7 @@ from scipy.special import bdtrc
 from vestige.accounting import rdp
 from vestige.accounting.profiles import Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array
-from vestige.questions import TruncatedGaussian
+from vestige.priced_questions import TruncatedGaussian
 
 
 def crowding(question: TruncatedGaussian) -> tuple[float, float]:

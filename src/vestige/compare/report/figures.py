@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from vestige.compare.report.content import STAGES, Content, budget_of, names, tasks
 from vestige.compare.report.drawing import Figure, Point, Series
+from vestige.compare.report.labels import STAGES, Content, budget_of, names, tasks
 
 
 def figures(content: Content) -> list[Figure]:

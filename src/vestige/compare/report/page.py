@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vestige.compare.report.content import STAGES, Content, budget_of, names, tasks
 from vestige.compare.report.drawing import Figure, png, svg
 from vestige.compare.report.figures import figures
 from vestige.compare.report.html import ALIGNED, items, table, text
+from vestige.compare.report.labels import STAGES, Content, budget_of, names, tasks
 from vestige.compare.report.privacy import privacy
 from vestige.compare.report.series_looks import key, look_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vestige.compare.report.content import Content, budget_of
 from vestige.compare.report.html import items, table, text
+from vestige.compare.report.labels import Content, budget_of
 
 
 def privacy(content: Content) -> str:

@@ -20,7 +20,7 @@ from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fractio
 from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, weights
 from vestige.optim.learner import for_each
 from vestige.optim.probes import At, ask
-from vestige.questions import Question, SampledGaussian
+from vestige.priced_questions import Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.noise_schedules import Schedule, level
 from vestige.randomness.release import Release

@@ -18,7 +18,7 @@ from vestige.compare.stacked.mlp import MLP, chain
 from vestige.layout import Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.methods.base import Method
-from vestige.questions import Question
+from vestige.priced_questions import Question
 from vestige.tf32 import products_in_tf32
 
 __all__ = ["RunProgress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]

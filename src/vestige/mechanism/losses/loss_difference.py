@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from vestige.mechanism.clipping import Loss, Parameters
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
-from vestige.questions import SampledGaussian
+from vestige.priced_questions import SampledGaussian
 
 Scores = Callable[[Sequence[Tensor], Parameters], Tensor]
 """One number per example of a batch, at given parameters."""

@@ -1,4 +1,4 @@
-"""Who spends, and does the process that reserved still run?"""
+"""Which person and which process does an entry of a book name, and does that process still run?"""
 
 from __future__ import annotations
 

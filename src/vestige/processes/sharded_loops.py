@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.layout import compiled_in, modules_of
-from vestige.module_calls import CallInterceptor, install_interceptor
 from vestige.processes.group import digest
 from vestige.processes.parameter_shards import HOOKS, ShardedSum, Shards, of_fsdp, resharded
 

@@ -15,7 +15,7 @@ from vestige import tasks
 from vestige.files import read_json, write_json
 from vestige.finetuning.texts import Texts, class_names, numbers_of
 from vestige.mechanism.losses.model_losses import IGNORED
-from vestige.questions import Gaussian, Question
+from vestige.priced_questions import Gaussian, Question
 
 AT_ONCE = 1000
 

@@ -1,8 +1,8 @@
-"""Who decides how long a batch is? Its longest example does, where examples are padded to each other.
+"""Is the length that a batch is padded to in the divisor of its loss? Its longest example decides that length.
 
 That must not matter to the others. What lies behind an example's end is the model's and the loss's to leave out, which
 becomes an assumption of the guarantee. But where a loss is a mean over all positions, the longest example is in
-everybody's divisor, and that is refused.
+the divisor of every example, and that is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is a report about? The names of its methods, tasks, rates and budgets, as all of its parts use them."""
+"""How are methods, tasks, rates and budgets labelled in a report? The same way in all of its parts."""
 
 from __future__ import annotations
 

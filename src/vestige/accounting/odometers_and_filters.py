@@ -13,7 +13,7 @@ from vestige.accounting.composition import COARSE, FINE, epsilon, epsilon_by_dis
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
 from vestige.checks import check_delta, check_epsilon
-from vestige.questions import Question
+from vestige.priced_questions import Question
 
 PlannedQuestions = History | Sequence[tuple[Question, int]]
 """What will be asked: a history, or runs (question, count) in the order in which they will be asked."""
