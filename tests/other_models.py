@@ -76,24 +76,25 @@ def positional(name: str, examples: int):
 def nothing_replayed() -> Iterator[None]:
     """Fails where a use is differentiated, or an expression pulled back, one example at a time."""
     found: list[str] = []
-    settle, pull = uses._settle, parameter_functions.Derived.pull
+    settle, by_vjp = uses._settle, parameter_functions.by_vjp
 
     def settled(function, leaves, *rest):
-        found.append(
-            f"{function.__name__} of {[leaf.expression.names for leaf in leaves if isinstance(leaf, uses.Operand)]}"
-        )
+        names = [leaf.names for leaf in leaves if isinstance(leaf, uses.Expression)]
+        found.append(f"{function.__name__} of {names}")
         return settle(function, leaves, *rest)
 
-    def pulled(self, gradient, environment):
-        if not self.same and self.form is None:
-            found.append(f"a function of {self.names}")
-        return pull(self, gradient, environment)
+    def pulled(of, function):
+        def back(gradient):
+            found.append(f"a function of {[each.names for each in of]}")
+            return by_vjp(of, function)(gradient)
 
-    uses._settle, parameter_functions.Derived.pull = settled, pulled
+        return back
+
+    uses._settle, parameter_functions.by_vjp = settled, pulled
     try:
         yield
     finally:
-        uses._settle, parameter_functions.Derived.pull = settle, pull
+        uses._settle, parameter_functions.by_vjp = settle, by_vjp
     assert not found, found
 
 

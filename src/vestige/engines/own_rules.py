@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vestige.engines.example_axis.labels import untracked
 from vestige.engines.per_example.composite_layers import REGISTERED
 from vestige.engines.per_example.gradient_forms import Dense, wide
-from vestige.engines.per_example.parameter_expressions import Kind, Operand, Pulled, tapped
+from vestige.engines.per_example.parameter_expressions import Axis, Expression, Pulled, tapped
 from vestige.engines.per_example.uses import TrackedParameter
 
 TOLERANCE = 1e-3
@@ -59,7 +59,7 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not watched:
         return type(module).forward(*inputs.args, **inputs.kwargs)
     called = type(module).__name__
-    values = {name: each.operand.value for name, each in watched.items()}
+    values = {name: each.expression.value for name, each in watched.items()}
     with _installed(module, values):
         output = type(module).forward(*inputs.args, **inputs.kwargs)
     if not isinstance(output, Tensor):
@@ -73,33 +73,33 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
             made: Tensor = type(module).forward(module, *filled[: len(filled) - len(named)], **named)
             return made
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         filled = list(given)
         for place, tensor in zip(places, saved, strict=True):
             filled[place] = tensor
         with _installed(module, values), torch.no_grad():
-            found = rule(module, filled, signals[0])
-        rows = {name: _given(called, name, found, each.operand, len(signals[0])) for name, each in watched.items()}
+            found = rule(module, filled, signal)
+        rows = {name: _given(called, name, found, each.expression, len(signal)) for name, each in watched.items()}
         if module not in HELD:
-            _hold_against_autograd(called, rows, values, lambda given: again(given, filled), signals[0])
+            _hold_against_autograd(called, rows, values, lambda given: again(given, filled), signal)
             HELD.add(module)
         for name, each in watched.items():
-            yield each.operand, Dense(kind.outputs[0].first(rows[name], examples).sum(dim=1))
+            yield each.expression, Dense(axis.first(rows[name]).sum(dim=1))
 
     now = next(iter(watched.values())).now
     if isinstance(inputs.args[1], Tensor):
         now.tracker.label_like(output, inputs.args[1])  # a rule answers for what its module computes
-    kind = now.kind((output,))
-    if kind is None or kind.outputs[0].place != 0:
+    axes = now.axes((output,))
+    if not axes or axes[0].place != 0:
         raise TypeError(f"{called} has a rule, but its output has no examples on its first axis")
-    return tapped(now, called, kind, (output,), [given[place] for place in places], settle)
+    return tapped(now, called, axes, (output,), [given[place] for place in places], settle)[0]
 
 
-def _given(called: str, name: str, found: Any, operand: Operand, rows: int) -> Tensor:
+def _given(called: str, name: str, found: Any, expression: Expression, rows: int) -> Tensor:
     """What a rule gives of a parameter, row by row."""
     if not isinstance(found, Mapping) or name not in found:
         raise ValueError(f"the rule for {called} gives no gradient of {name!r}")
-    gradient, shape = found[name], (rows, *operand.value.shape)
+    gradient, shape = found[name], (rows, *expression.value.shape)
     if not isinstance(gradient, Tensor) or tuple(gradient.shape) != shape:
         got = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
         raise ValueError(f"the rule for {called} gives {got} of {name!r}, where {shape} is asked for")

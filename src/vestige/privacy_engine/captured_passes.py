@@ -489,7 +489,7 @@ class CapturedForm:
             as_captured(tracking.tracker, self._full),
             tracking.model(rows, self._batch, True, fresh=True) as tracker,
         ):
-            now = Pass(rows, self._point, tracker, deliver, inside=False)
+            now = Pass(rows, self._point, tracker, deliver)
             with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device):
                 outputs = self._forward(*args, **kwargs)
             require_unwritten(self.owner.module, tracker, now.environment)

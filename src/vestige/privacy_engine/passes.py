@@ -439,7 +439,7 @@ class Passes:
         opened: Open
         rows, args = label.count, call.with_leaves(call.leaves)
         with self.tracking.model(rows, label.batch, promoting) as tracker:
-            now = Pass(rows, self.point(), tracker, lambda uses: self._deliver(opened, uses), inside=False)
+            now = Pass(rows, self.point(), tracker, lambda uses: self._deliver(opened, uses))
             opened = Open(now, self._shapes(call), expected=tracker.expected)
             with self._taps.watching(now):
                 outputs = forward(*args[0], **args[1])
@@ -448,7 +448,7 @@ class Passes:
 
     def _replayed(self, replay: Replay, call: Call, label: Rows) -> Any:
         """The outputs of a captured pass, as `_ended` gives them of others."""
-        now = Pass(label.count, {}, self.tracking.tracker, lambda uses: None, inside=False)
+        now = Pass(label.count, {}, self.tracking.tracker, lambda uses: None)
         opened = Open(now, self._shapes(call), replay=replay)
         found, shape = replay.outputs()
         endings = replay.endings()
@@ -470,7 +470,7 @@ class Passes:
         places, labels = [], []
         for place, leaf in enumerate(found):
             if isinstance(leaf, TrackedParameter):
-                leaf = found[place] = leaf.operand.value
+                leaf = found[place] = leaf.expression.value
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
             label = tracker.labels.get(leaf)

@@ -643,3 +643,19 @@ def test_only_biases(name):
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter_name.endswith("bias"))
     silent(model, batch, loss=loss)
+
+
+class PaddedPositions(nn.Module):
+    """Positions that no example chooses, one of them a padding row: it has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.head = nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.head(torch.tanh(input + self.positions(torch.tensor([0, 1, 1, 2]))).sum(dim=1))
+
+
+def test_a_padding_row_of_public_positions_has_no_gradient():
+    torch.manual_seed(41)
+    silent(PaddedPositions(), (torch.randn(6, 4, 3), torch.randn(6, 2)), loss=square)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
 from vestige.engines.per_example.gradient_forms import Gradient, combine
@@ -22,132 +23,98 @@ from vestige.engines.per_example.kernels import aligned
 
 Environment = Mapping[str, Tensor]
 """The parameters' values by name."""
+Arguments = Sequence[Any]
+Named = Mapping[str, Any]
+"""Arguments of a function of torch's, with expressions in place of tracked parameters."""
 LARGEST = 1 << 26
 """Numbers that a piece of work may hold, where per-example gradients must be materialised."""
 
 
-class Expression(Protocol):
+class Expression:
+    """A trainable parameter inside a pass, or a function of parameters alone (`parameter_functions.Derived`)."""
+
+    value: Tensor
+    depth: int
+    """How many functions are between it and its parameters, at most."""
+
+    @property
+    def parameters(self) -> tuple[Whole, ...]:
+        """The parameters that it is made of."""
+        raise NotImplementedError
+
+    def back(self, gradient: Gradient) -> Pulled:
+        """Each example's gradients of what it was made of, from those of the expression."""
+        raise NotImplementedError
+
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that it is made of."""
-        ...
-
-    def value(self, environment: Environment) -> Tensor: ...
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        """Each example's gradients of the parameters, from those of the expression."""
-        ...
-
-
-class Values(dict[str, Tensor]):
-    """The parameters' values in a pass, the values of functions of them, and gradients of those that wait.
-
-    A function of parameters may reach others on many ways (through residual layers, say). Its gradients are added up
-    before they are pulled back, once, when nothing that was made of it waits any more.
-    """
-
-    def __init__(self, values: Environment) -> None:
-        super().__init__(values)
-        self.known: dict[Expression, Tensor] = {}
-        self.waiting: dict[Expression, list[Gradient]] = {}
-
-    def pull(self, expression: Expression, gradient: Gradient) -> dict[str, Gradient]:
-        """The gradients of parameters that this gives at once: of a parameter itself, or of a part of it."""
-        if isinstance(expression, Whole):
-            return {expression.names[0]: gradient}
-        if depth(expression) == 1:
-            return expression.pull(gradient, self)
-        self.waiting.setdefault(expression, []).append(gradient)
-        return {}
-
-    def settled(self) -> Iterator[dict[str, Gradient]]:
-        """Pull back all that waits."""
-        while self.waiting:
-            expression = max(self.waiting, key=depth)
-            yield expression.pull(combine(self.waiting.pop(expression)), self)
-
-
-def depth(expression: Expression) -> int:
-    """How many functions lie between an expression and its parameters, at most."""
-    known: int | None = expression.__dict__.get("_depth")
-    if known is None:
-        form = getattr(expression, "form", None)
-        parts = [form] if form is not None else [value for key, value in vars(expression).items() if key != "_depth"]
-        below = [
-            one for each in parts for one in (each if isinstance(each, tuple) else (each,)) if hasattr(one, "pull")
-        ]
-        known = 0 if isinstance(expression, Whole) else (form is None) + max(map(depth, below), default=0)
-        expression.__dict__["_depth"] = known
-    return known
-
-
-def descend(expression: Expression, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-    """Pull a gradient back through what an expression was made of."""
-    if isinstance(environment, Values):
-        return environment.pull(expression, gradient)
-    return expression.pull(gradient, environment)
-
-
-def valued(expression: Expression, environment: Environment) -> Tensor:
-    known = environment.known.get(expression) if isinstance(environment, Values) else None
-    return expression.value(environment) if known is None else known
+        return tuple(each.name for each in self.parameters)
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A parameter itself."""
+class Whole(Expression):
+    """A parameter itself: the same one, wherever it is met in a pass."""
 
-    names: tuple[str]
+    name: str
+    value: Tensor = field(compare=False)
+    depth = 0
 
-    def value(self, environment: Environment) -> Tensor:
-        return environment[self.names[0]]
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        return {self.names[0]: gradient}
-
-
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """An expression among the arguments of a function, with its value."""
-
-    expression: Expression
-    value: Tensor
+    @property
+    def parameters(self) -> tuple[Whole, ...]:
+        return (self,)
 
 
-def value_of(argument: Any) -> Any:
-    return argument.value if isinstance(argument, Operand) else argument
+Pulled = Iterator[tuple[Expression, Gradient]]
+Settle = Callable[..., Pulled]
+"""Makes per-example gradients of (axis of the first output, what was saved, gradients of the outputs)."""
+T = TypeVar("T")
+
+
+def value_of(argument: T | Expression) -> T | Tensor:
+    return argument.value if isinstance(argument, Expression) else argument
+
+
+def pulled_back(waiting: dict[Expression, list[Gradient]]) -> dict[str, Gradient]:
+    """The gradients of parameters, from those of expressions.
+
+    A function of parameters may reach others on many ways (through residual layers, say): its gradients are added up
+    before they are pulled back, once, when nothing that was made of it waits any more.
+    """
+    found: dict[str, Gradient] = {}
+    while waiting:
+        expression = max(waiting, key=lambda each: each.depth)
+        gradient = combine(waiting.pop(expression))
+        if isinstance(expression, Whole):
+            found[expression.name] = gradient
+            continue
+        for each, part in expression.back(gradient):
+            waiting.setdefault(each, []).append(part)
+    return found
 
 
 @dataclass(frozen=True)
 class Axis:
     """Where the examples are in a tensor: entry r of axis `place` belongs to example (r // inner) % examples."""
 
-    place: int = 0
-    inner: int = 1
+    place: int
+    inner: int
+    examples: int
 
-    def first(self, tensor: Tensor, examples: int) -> Tensor:
+    def first(self, tensor: Tensor) -> Tensor:
         """[examples, positions, ...], the other axes in their order."""
         moved = tensor.movedim(self.place, 0) if self.place else tensor
-        if len(moved) == examples * self.inner:
-            return moved.unflatten(0, (examples, self.inner))
-        return moved.unflatten(0, (-1, examples, self.inner)).transpose(0, 1).flatten(1, 2)
+        if len(moved) == self.examples * self.inner:
+            return moved.unflatten(0, (self.examples, self.inner))
+        return moved.unflatten(0, (-1, self.examples, self.inner)).transpose(0, 1).flatten(1, 2)
 
-    def alone(self, tensor: Tensor, examples: int) -> Tensor:
+    def alone(self, tensor: Tensor) -> Tensor:
         """[examples, ...]: each example's part of the tensor, with all of its axes in place."""
-        return self.first(tensor, examples).movedim(1, 1 + self.place)
+        return self.first(tensor).movedim(1, 1 + self.place)
 
-    def in_order(self, tensor: Tensor, examples: int) -> bool:
-        """Whether the first axis is the examples', and all rows of one lie side by side."""
-        return self.place == 0 and len(tensor) == examples * self.inner
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Where the examples are in a use of parameters and examples: from the labels of its tensors."""
-
-    outputs: tuple[Axis, ...] = (Axis(),)
-    operands: tuple[Axis | None, ...] = ()
-    """Of the other tensors among its arguments: None where they hold no examples."""
+    def folded(self, tensor: Tensor) -> Tensor:
+        """The axis of examples first, and all rows of an example next to each other."""
+        in_order = self.place == 0 and len(tensor) == self.examples * self.inner
+        return tensor if in_order else self.first(tensor).flatten(0, 1)
 
 
 @dataclass
@@ -161,22 +128,25 @@ class Pass:
     recomputes: bool = False
     """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
     kept_elsewhere: bool = False
-    """Whether somebody other than torch's checkpointing has hooks on what is saved."""
-    inside: bool = True
-    """Whether the engine itself runs the pass; not if its user does."""
-    like: Tensor | None = None
-    """What a parameter is to have its rows like, where that is known."""
+    """Whether saved tensors have hooks other than those of torch's checkpointing."""
+    waiting: dict[Expression, list[Gradient]] = field(default_factory=dict)
+    """Gradients of functions of functions of parameters, which are pulled back when a backward pass is over."""
     holders: dict[int, list[weakref.ref[Tensor]]] = field(default_factory=dict)
     """Functions of parameters that are alive, by the memory in which they lie."""
 
-    def __post_init__(self) -> None:
-        self.environment = Values(self.environment)
+    def pull(self, expression: Expression, gradient: Gradient) -> None:
+        """What a use leaves: of a parameter, or of a function of parameters, at once."""
+        if expression.depth <= 1:
+            self.deliver(pulled_back({expression: [gradient]}))
+        else:
+            self.waiting.setdefault(expression, []).append(gradient)
+            self.deliver({})  # who takes gradients refuses a backward pass that is not of this forward pass
 
     def settle(self) -> None:
         """A backward pass is over: pull back what waits."""
         with untracked(), torch.no_grad():
-            for found in self.environment.settled():  # type: ignore[attr-defined]
-                self.deliver(found)
+            if self.waiting:
+                self.deliver(pulled_back(self.waiting))
 
     def axis(self, tensor: Tensor) -> Axis | None:
         """Where the examples are in a tensor; None if it is public. Raises `NotApart` where they are mixed."""
@@ -185,21 +155,21 @@ class Pass:
             return None
         if label.count != self.examples or label.first or tensor.shape[label.axis] % (label.inner * label.count):
             raise NotApart("a use of parameters is about some rows of the batch only")
-        return Axis(label.axis, label.inner)
+        return Axis(label.axis, label.inner, label.count)
 
-    def kind(self, outputs: Sequence[Tensor], operands: Sequence[Tensor] = ()) -> Kind | None:
-        """Where the examples are in a use; None if it is about parameters and public values alone."""
+    def axes(self, outputs: Sequence[Tensor]) -> tuple[Axis, ...]:
+        """Where the examples are in the outputs of a use; empty if it is about parameters and public values alone."""
         found = [self.axis(each) for each in outputs]
-        if all(each is None for each in found):
-            return None
-        if any(each is None for each in found):
+        apart = tuple(each for each in found if each is not None)
+        if apart and len(apart) < len(found):
             raise NotApart("a use of parameters has outputs with and without examples")
-        return Kind(tuple(found), tuple(self.axis(each) for each in operands))  # type: ignore[arg-type]
+        return apart
 
-    def promote(self, value: Tensor, output: Tensor) -> None:
-        """A parameter that was spread along an axis of as many entries as there are examples is given to each."""
-        label = None if self.like is None else self.tracker.rows(self.like)
-        if label is not None and self.like is not None and output.shape[label.axis] == self.like.shape[label.axis]:
+    def promote(self, value: Tensor, output: Tensor, like: Tensor | None = None) -> None:
+        """A parameter that was spread along an axis of as many entries as there are examples is given to each: along
+        the axis of `like`, where that is known."""
+        label = None if like is None else self.tracker.rows(like)
+        if label is not None and like is not None and output.shape[label.axis] == like.shape[label.axis]:
             self.tracker.labels.set(output, label)
             return
         rank = output.dim() - value.dim()
@@ -232,72 +202,86 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
 
-Pulled = Iterator[tuple[Operand, Gradient]]
-Settle = Callable[[Kind, int, Sequence[Tensor], Sequence[Tensor]], Pulled]
-"""Makes per-example gradients of (kind, examples, what was saved, gradients of the outputs)."""
+class _TapContext(FunctionCtx):
+    """What a tap keeps for its backward pass."""
+
+    record: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+    multiplies: bool
+    saved_tensors: tuple[Tensor, ...]
 
 
 class Tap(torch.autograd.Function):
     """An identity that hands what was saved and the gradients of its outputs to `record`."""
 
     @staticmethod
-    def forward(ctx: Any, record: Any, anchor: Tensor, count: int, *tensors: Tensor) -> Any:
+    def forward(  # type: ignore[override]
+        ctx: _TapContext,
+        record: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+        multiplies: bool,
+        anchor: Tensor,
+        count: int,
+        *tensors: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
         # The anchor requires a gradient and never gets one: it only makes the outputs part of the graph.
-        ctx.record = record
+        ctx.record, ctx.multiplies = record, multiplies
         ctx.save_for_backward(*tensors[count:])
         # Detached, the outputs are no views in autograd's eyes: an in-place activation may follow.
         return tensors[0].detach() if count == 1 else tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> Any:
+    def backward(ctx: _TapContext, *signals: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        if ctx.record.multiplies:
+        if ctx.multiplies:
             signals = tuple(map(aligned, signals))
         ctx.record(saved, signals)
-        return (None, None, None, *signals, *[None] * len(saved))
+        return (None, None, None, None, *signals, *[None] * len(saved))
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
 PRODUCTS = frozenset({"linear", "known_linear", "matmul", "addmm"})
 
 
-def tapped(now: Pass, name: str, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:
+def tapped(
+    now: Pass, name: str, axes: Sequence[Axis], outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle
+) -> Sequence[Tensor]:
     """The outputs of a use as the model goes on with them; what comes back to them is settled and delivered."""
     if not torch.is_grad_enabled():
-        return outputs[0] if len(outputs) == 1 else outputs  # nothing comes back, as in ordinary training
+        return outputs  # nothing comes back, as in ordinary training
     if recomputed():
         now.recomputes, now.kept_elsewhere = True, now.kept_elsewhere or not _by_checkpointing()
 
     def record(saved: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
         """What a backward pass through this use leaves."""
-        for axis, signal in zip(kind.outputs, signals, strict=True):
+        for axis, signal in zip(axes, signals, strict=True):
             now.require_own(axis, signal)
         with untracked(), torch.no_grad(), full_precision(signals[0]):
             try:
-                for operand, gradient in settle(kind, now.examples, saved, signals):
-                    now.deliver(descend(operand.expression, gradient, now.environment))
+                for expression, gradient in settle(axes[0], saved, *signals):
+                    now.pull(expression, gradient)
             except TypeError as problem:
                 raise NotApart(f"{name}: {problem}", unknown=True) from None
 
-    record.inside = now.inside  # type: ignore[attr-defined]
-    record.multiplies = name in PRODUCTS  # type: ignore[attr-defined]
-    return Tap.apply(record, ANCHOR, len(outputs), *outputs, *saved)
+    found = Tap.apply(record, name in PRODUCTS, ANCHOR, len(outputs), *outputs, *saved)
+    return (found,) if isinstance(found, Tensor) else found
 
 
 _top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def recomputed() -> bool:
-    """Whether somebody has hooks on saved tensors, as activation checkpointing has; torch tells from 2.8 on."""
+    """Whether saved tensors have hooks, as of activation checkpointing; unknown, so assumed, before torch 2.8."""
     return _top_hooks is None or _top_hooks(True) is not None
 
 
 def _by_checkpointing() -> bool:
-    hooks: Any = None if _top_hooks is None else _top_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    return isinstance(hooks, tuple) and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def full_precision(tensor: Tensor) -> Any:
+_AS_IT_IS = nullcontext()
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Norms and sums are float32 whatever autocast says."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
@@ -305,24 +289,10 @@ def full_precision(tensor: Tensor) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without torch's word on operations that vmap takes one by one: nobody could do anything about it."""
-    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", None)
-    if switch is None:
-        yield
-        return
+    """Silences vmap's fallback warning."""
+    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", bool)
     switch(False)
     try:
         yield
     finally:
         switch(True)
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        """A context that changes nothing, cheaper than contextlib's."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to undo."""
-
-
-_AS_IT_IS = _Nothing()

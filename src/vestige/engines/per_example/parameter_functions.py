@@ -6,15 +6,15 @@ it is materialised, for a few examples at a time where all of them would be larg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.per_example.gradient_forms import (
     Deferred,
@@ -24,296 +24,218 @@ from vestige.engines.per_example.gradient_forms import (
     Outer,
     Place,
     Within,
-    combine,
     contiguous_strides,
     examples_of,
     wide,
 )
 from vestige.engines.per_example.parameter_expressions import (
     LARGEST,
-    Environment,
+    Arguments,
     Expression,
-    Operand,
-    descend,
+    Named,
+    Pulled,
+    Whole,
     quietly,
     value_of,
-    valued,
 )
+
+Back = Callable[[Gradient], Pulled]
+"""From each example's gradients of what a function gives to those of what it was made of."""
+Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
+class Derived(Expression):
+    """A function of parameters alone."""
+
+    value: Tensor
+    of: tuple[Expression, ...]
+    function: Function
+    """The value, of the values of what it is made of."""
+    pull: Back
+    view: View | None = None
+    """Where its numbers are those of another expression."""
+    name: str = ""
+    """Of its outermost function."""
+
+    @cached_property
+    def parameters(self) -> tuple[Whole, ...]:
+        return tuple(dict.fromkeys(one for each in self.of for one in each.parameters))
+
+    @cached_property
+    def depth(self) -> int:  # type: ignore[override]
+        return 1 + max(each.depth for each in (self.of if self.view is None else (self.view.root,)))
+
+    def back(self, gradient: Gradient) -> Pulled:
+        return self.pull(gradient)
+
+
+def unchanged(of: Expression) -> Back:
+    """Of a cast, a copy or a shift."""
+    return lambda gradient: iter([(of, gradient)])
+
+
+@dataclass(frozen=True)
 class View:
     """The same numbers or some of them, each once, in another shape; a factored gradient stays factored."""
 
-    of: Expression
-    function: Callable[[Tensor], Tensor]
     root: Expression
     """Whose numbers they are, in a contiguous tensor of this shape and in this place there."""
     shape: tuple[int, ...]
     place: Place
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.root.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(valued(self.of, environment))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+    def back(self, gradient: Gradient) -> Pulled:
         if self.place == Place(self.shape, contiguous_strides(self.shape)):
-            return descend(self.root, gradient, environment)
-        if isinstance(gradient, Outer) and self.place == Place(self.shape[::-1], (1, self.shape[-1])):
-            return descend(self.root, Outer(gradient.right, gradient.left), environment)
-        if isinstance(gradient, Within):
-            if not self.place.contiguous:
-                gradient = Dense(gradient.dense())
-            else:
-                inner = replace(gradient.place, offset=gradient.place.offset + self.place.offset)
-                return descend(self.root, Within(gradient.of, inner, self.shape), environment)
-        return descend(self.root, Within(gradient, self.place, self.shape), environment)
+            yield self.root, gradient
+        elif isinstance(gradient, Outer) and self.place == Place(self.shape[::-1], (1, self.shape[-1])):
+            yield self.root, Outer(gradient.right, gradient.left)
+        elif isinstance(gradient, Within) and self.place.contiguous:
+            inner = replace(gradient.place, offset=gradient.place.offset + self.place.offset)
+            yield self.root, Within(gradient.of, inner, self.shape)
+        else:
+            own = Dense(gradient.dense()) if isinstance(gradient, Within) else gradient
+            yield self.root, Within(own, self.place, self.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of a table that no example chooses, such as an embedding of positions."""
+def rows_of(table: Expression, index: Tensor, unused: int | None = None) -> Back:
+    """Of rows of a table that no example chooses, such as an embedding of positions; one of them may have no gradient
+    (`padding_idx`)."""
 
-    of: Expression
-    index: Tensor
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return torch.nn.functional.embedding(self.index, valued(self.of, environment))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+    def back(gradient: Gradient) -> Pulled:
         rows = gradient.dense()
         rows = rows.reshape(len(rows), -1, rows.shape[-1])
-        index = self.index.reshape(1, -1).expand(len(rows), -1)
-        return descend(self.of, Lookup(index, rows, len(valued(self.of, environment))), environment)
+        if unused is not None:
+            rows = rows.masked_fill((index == unused % len(table.value)).view(-1, 1), 0.0)
+        yield table, Lookup(index.reshape(1, -1).expand(len(rows), -1), rows, len(table.value))
+
+    return back
 
 
-@dataclass(frozen=True, eq=False)
-class Joined:
-    """Several expressions side by side along an axis, or stacked along a new one."""
+def joined(parts: Sequence[Expression | Tensor], axis: int, stacked: bool) -> Back:
+    """Of several expressions and constants side by side along an axis, or stacked along a new one: the slices that come
+    from each; factors are cut along their own axis."""
+    sizes = [1 if stacked else value_of(each).shape[axis] for each in parts]
 
-    of: tuple[Expression | Tensor, ...]
-    """A tensor is a constant among them."""
-    function: Callable[..., Tensor]
-    axis: int
-    stacked: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _names(self._expressions())
-
-    def _expressions(self) -> list[Expression]:
-        return [each for each in self.of if not isinstance(each, Tensor)]
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(*(valued(each, environment) for each in self._expressions()))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        """By the slices that come from each; factors are cut along their own axis."""
-        sizes = [1 if self.stacked else _valued(each, environment).shape[self.axis] for each in self.of]
-        if isinstance(gradient, Outer) and not self.stacked:
+    def back(gradient: Gradient) -> Pulled:
+        cut: list[Gradient]
+        if isinstance(gradient, Outer) and not stacked:
             left, right = gradient.left, gradient.right
-            if self.axis == 0:
-                cut: list[Gradient] = [Outer(part, right) for part in left.split(sizes, dim=2)]
+            if axis == 0:
+                cut = [Outer(part, right) for part in left.split(sizes, dim=2)]
             else:
                 cut = [Outer(left, part) for part in right.split(sizes, dim=2)]
         else:
-            slices = gradient.dense().split(sizes, dim=1 + self.axis)
-            cut = [Dense(part.squeeze(1 + self.axis) if self.stacked else part) for part in slices]
-        pairs = [(each, part) for each, part in zip(self.of, cut, strict=True) if not isinstance(each, Tensor)]
-        return _added(descend(each, part, environment) for each, part in pairs)
+            slices = gradient.dense().split(sizes, dim=1 + axis)
+            cut = [Dense(part.squeeze(1 + axis) if stacked else part) for part in slices]
+        for each, part in zip(parts, cut, strict=True):
+            if isinstance(each, Expression):
+                yield each, part
+
+    return back
 
 
-@dataclass(frozen=True, eq=False)
-class Product:
-    """The product of two matrices, either of which may be a constant: adapters that are merged into a weight."""
+def product(first: Expression | Tensor, second: Expression | Tensor, transposed: bool) -> Back:
+    """Of the product of two matrices, either of which may be a constant: adapters that are merged into a weight. The
+    second may be `transposed` first."""
 
-    left: Expression | Tensor
-    right: Expression | Tensor
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _names(each for each in (self.left, self.right) if not isinstance(each, Tensor))
-
-    def value(self, environment: Environment) -> Tensor:
-        return _valued(self.left, environment) @ _valued(self.right, environment)
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        left, right = wide(_valued(self.left, environment)), wide(_valued(self.right, environment))
-        found: list[dict[str, Gradient]] = []
-        if isinstance(gradient, Outer):
-            one, other = wide(gradient.left), wide(gradient.right)
-            if not isinstance(self.left, Tensor):
-                found.append(descend(self.left, Outer(one, other @ right.t()), environment))
-            if not isinstance(self.right, Tensor):
-                found.append(descend(self.right, Outer(one @ left, other), environment))
-            return _added(found)
+    def back(gradient: Gradient) -> Pulled:
+        left, right = wide(value_of(first)), wide(value_of(second))
+        right = right.t() if transposed else right
         numbers = left.shape[0] * right.shape[1]
-        if not isinstance(self.left, Tensor):
-            back = carried(gradient, lambda dense: wide(dense) @ right.t(), numbers, left.numel())
-            found.append(descend(self.left, back, environment))
-        if not isinstance(self.right, Tensor):
-            back = carried(gradient, lambda dense: left.t() @ wide(dense), numbers, right.numel())
-            found.append(descend(self.right, back, environment))
-        return _added(found)
+        if isinstance(first, Expression):
+            if isinstance(gradient, Outer):
+                yield first, Outer(wide(gradient.left), wide(gradient.right) @ right.t())
+            else:
+                yield first, carried(gradient, lambda dense: wide(dense) @ right.t(), numbers, left.numel())
+        if isinstance(second, Expression):
+            if isinstance(gradient, Outer):
+                one, other = wide(gradient.left) @ left, wide(gradient.right)
+                yield second, Outer(other, one) if transposed else Outer(one, other)
+            elif transposed:
+                yield second, carried(gradient, lambda dense: wide(dense).mT @ left, numbers, right.numel())
+            else:
+                yield second, carried(gradient, lambda dense: left.t() @ wide(dense), numbers, right.numel())
+
+    return back
 
 
-@dataclass(frozen=True, eq=False)
-class Elementwise:
-    """A function of numbers in the same place, broadcast; each number's gradient is its own times a derivative."""
+def elementwise(of: Sequence[Expression], function: Function, shape: Sequence[int]) -> Back:
+    """Of numbers in the same place, broadcast; each number's gradient is its own times a derivative."""
 
-    of: tuple[Expression, ...]
-    function: Callable[..., Tensor]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _names(self.of)
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(*(valued(each, environment) for each in self.of))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        values = [valued(each, environment) for each in self.of]
-        shape = torch.broadcast_shapes(self.function(*values).shape)
+    def back(gradient: Gradient) -> Pulled:
         with torch.enable_grad():
-            leaves = [value.expand(shape).detach().requires_grad_() for value in values]
-            output = self.function(*leaves)
+            leaves = [each.value.expand(shape).detach().requires_grad_() for each in of]
+            output = function(*leaves)
             slopes = torch.autograd.grad(output, leaves, torch.ones_like(output))
-        found = []
-        for each, value, slope in zip(self.of, values, slopes, strict=True):
-            back = partial(_slope_times, slope, value.shape)
-            found.append(descend(each, carried(gradient, back, slope.numel(), value.numel()), environment))
-        return _added(found)
+        for each, slope in zip(of, slopes, strict=True):
+            times = partial(_slope_times, slope, each.value.shape)
+            yield each, carried(gradient, times, slope.numel(), each.value.numel())
+
+    return back
 
 
 def _slope_times(slope: Tensor, shape: Sequence[int], dense: Tensor) -> Tensor:
-    return _summed(wide(dense) * slope, shape)
-
-
-def _summed(dense: Tensor, shape: Sequence[int]) -> Tensor:
     """[examples, *shape], summed over what was broadcast."""
-    extra = dense.dim() - 1 - len(shape)
-    over = [*range(1, 1 + extra), *(1 + extra + i for i, n in enumerate(shape) if n == 1 != dense.shape[1 + extra + i])]
-    return (dense.sum(dim=over) if over else dense).reshape(len(dense), *shape)
+    found = wide(dense) * slope
+    extra = found.dim() - 1 - len(shape)
+    over = [*range(1, 1 + extra), *(1 + extra + i for i, n in enumerate(shape) if n == 1 != found.shape[1 + extra + i])]
+    return (found.sum(dim=over) if over else found).reshape(len(found), *shape)
 
 
-@dataclass(frozen=True, eq=False)
-class Scaled:
-    """An expression of two axes times numbers that no parameter makes: one for all, for each row or for each column.
+def scaled(of: Expression, factor: float | Tensor) -> Back:
+    """Of an expression of two axes times numbers that no parameter makes: one for all, for each row or for each column.
+    A factored gradient stays factored."""
 
-    A factored gradient stays factored.
-    """
-
-    of: Expression
-    factor: float | Tensor
-    function: Callable[..., Tensor]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(valued(self.of, environment))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        factor = self.factor
+    def back(gradient: Gradient) -> Pulled:
         if not isinstance(gradient, Outer):
-            numbers = valued(self.of, environment).numel()
-            return descend(
-                self.of, carried(gradient, lambda dense: wide(dense) * factor, numbers, numbers), environment
-            )
-        if not isinstance(factor, Tensor) or factor.numel() == 1:
-            number = factor if not isinstance(factor, Tensor) else factor.reshape(())
-            return descend(self.of, Outer(wide(gradient.left) * number, gradient.right), environment)
-        if factor.dim() == 2 and factor.shape[1] == 1:
-            return descend(self.of, Outer(wide(gradient.left) * factor[:, 0], gradient.right), environment)
-        return descend(self.of, Outer(gradient.left, wide(gradient.right) * factor.reshape(-1)), environment)
+            yield of, carried(gradient, lambda dense: wide(dense) * factor, of.value.numel(), of.value.numel())
+        elif not isinstance(factor, Tensor) or factor.numel() == 1:
+            number = factor.reshape(()) if isinstance(factor, Tensor) else factor
+            yield of, Outer(wide(gradient.left) * number, gradient.right)
+        elif factor.dim() == 2 and factor.shape[1] == 1:
+            yield of, Outer(wide(gradient.left) * factor[:, 0], gradient.right)
+        else:
+            yield of, Outer(gradient.left, wide(gradient.right) * factor.reshape(-1))
+
+    return back
 
 
-@dataclass(frozen=True, eq=False)
-class WeightNorm:
-    """A weight of given length and direction, along every axis but one: `torch.nn.utils.parametrizations.weight_norm`.
+def weight_norm(direction: Expression, length: Expression, axis: int) -> Back:
+    """Of a weight of given length and direction, along every axis but one (torch's `weight_norm`), for a few examples
+    at a time where all of them would be large."""
 
-    A gradient is carried over a few examples at a time where all of them would be large.
-    """
-
-    direction: Expression
-    length: Expression
-    axis: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _names((self.direction, self.length))
-
-    def value(self, environment: Environment) -> Tensor:
-        return torch._weight_norm(valued(self.direction, environment), valued(self.length, environment), self.axis)
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        direction, length = valued(self.direction, environment), valued(self.length, environment)
-        over = [place for place in range(direction.dim()) if place != self.axis]
-        size = torch.linalg.vector_norm(direction, dim=over, keepdim=True) if over else direction.abs()
-        unit = direction / size
-        behind = [1 + place for place in over]
+    def back(gradient: Gradient) -> Pulled:
+        over = [place for place in range(direction.value.dim()) if place != axis]
+        size = torch.linalg.vector_norm(direction.value, dim=over, keepdim=True) if over else direction.value.abs()
+        unit, behind = direction.value / size, [1 + place for place in over]
 
         def along(dense: Tensor) -> Tensor:
             return (wide(dense) * unit).sum(dim=behind, keepdim=True) if behind else wide(dense) * unit
 
         def across(dense: Tensor) -> Tensor:
-            return (wide(dense) - along(dense) * unit) * (length / size)
+            return (wide(dense) - along(dense) * unit) * (length.value / size)
 
-        return _added(
-            (
-                descend(self.direction, carried(gradient, across, direction.numel(), direction.numel()), environment),
-                descend(self.length, carried(gradient, along, direction.numel(), length.numel()), environment),
-            )
-        )
+        yield direction, carried(gradient, across, unit.numel(), unit.numel())
+        yield length, carried(gradient, along, unit.numel(), length.value.numel())
+
+    return back
 
 
-@dataclass(frozen=True, eq=False)
-class Derived:
-    """Any other function of parameters alone; its per-example gradients are materialised and pulled back."""
+def by_vjp(of: Sequence[Expression], function: Function) -> Back:
+    """Of any other function: materialised, and pulled back by torch."""
 
-    of: tuple[Expression, ...]
-    function: Callable[..., Tensor]
-    same: bool = False
-    """Whether it only casts, copies or shifts one expression, whose gradient is then its own."""
-    form: Expression | None = None
-    """A shorter way back, where there is one."""
-    name: str = ""
-    shape: tuple[int, ...] = ()
-    """The name of its outermost function, and the shape of its value."""
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return _names(self.of)
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(*(valued(each, environment) for each in self.of))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        if self.form is not None:
-            return self.form.pull(gradient, environment)
-        if self.same:
-            return descend(self.of[0], gradient, environment)
-        values = [valued(each, environment).detach() for each in self.of]
-        result, back = vjp(self.function, *values)[:2]
+    def back(gradient: Gradient) -> Pulled:
+        result, each_back = vjp(function, *(each.value for each in of))[:2]
 
         def pulled(place: int, dense: Tensor) -> Tensor:
             with quietly():
-                found: Tensor = vmap(lambda each: back(each)[place])(dense.to(result.dtype))
+                found: Tensor = vmap(lambda each: each_back(each)[place])(dense.to(result.dtype))
             return found
 
-        found = []
-        for place, (each, value) in enumerate(zip(self.of, values, strict=True)):
-            carried_on = carried(gradient, partial(pulled, place), result.numel(), value.numel())
-            found.append(descend(each, carried_on, environment))
-        return _added(found)
+        for place, each in enumerate(of):
+            yield each, carried(gradient, partial(pulled, place), result.numel(), each.value.numel())
+
+    return back
 
 
 def carried(gradient: Gradient, back: Callable[[Tensor], Tensor], numbers: int, fewer: int) -> Gradient:
@@ -324,23 +246,6 @@ def carried(gradient: Gradient, back: Callable[[Tensor], Tensor], numbers: int, 
         return Dense(back(gradient.dense()))
     later = Deferred(gradient, back, max(1, LARGEST // max(numbers, fewer)))
     return Dense(later.dense()) if examples * fewer <= LARGEST else later
-
-
-def _names(expressions: Iterable[Expression]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for each in expressions for name in each.names))
-
-
-def _valued(each: Expression | Tensor, environment: Environment) -> Tensor:
-    return each if isinstance(each, Tensor) else valued(each, environment)
-
-
-def _added(found: Iterable[Mapping[str, Gradient]]) -> dict[str, Gradient]:
-    """Gradients that reach a parameter on several ways add up."""
-    uses: dict[str, list[Gradient]] = {}
-    for each in found:
-        for name, gradient in each.items():
-            uses.setdefault(name, []).append(gradient)
-    return {name: combine(gradients) for name, gradients in uses.items()}
 
 
 # --- which one it is --------------------------------------------------------------------------------------------------
@@ -387,129 +292,101 @@ SHIFTS = frozenset({"add", "sub", "subtract", "__add__", "__radd__", "__sub__"})
 SCALES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"})
 
 
-def expressed(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """What a function of parameters alone gives, flat: an operand in place of every tensor of numbers; and its tree."""
-    leaves, spec = tree_flatten((list(args), dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, Operand))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
-    operands = [leaves[place] for place in places]
+def expressed(
+    function: Callable[..., object], name: str, args: Arguments, kwargs: Named
+) -> tuple[list[object], TreeSpec]:
+    """What a function of parameters alone gives, flat: an expression in place of every tensor of numbers; and its
+    tree."""
+    leaves, spec = tree_flatten((list(args), dict(kwargs)), is_leaf=lambda leaf: isinstance(leaf, Expression))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Expression)]
+    of = tuple(leaves[place] for place in places)
 
-    def outputs_of(*values: Tensor) -> list[Any]:
+    def outputs_of(*values: Tensor) -> tuple[list[object], TreeSpec]:
         filled = list(leaves)
         for place, tensor in zip(places, values, strict=True):
             filled[place] = tensor
         args, kwargs = tree_unflatten(filled, spec)
-        return tree_flatten(function(*args, **kwargs))[0]
+        return tree_flatten(function(*args, **kwargs))
 
-    plain = tree_unflatten([value_of(leaf) for leaf in leaves], spec)
-    found, shape = tree_flatten(function(*plain[0], **plain[1]))
+    found, shape = outputs_of(*(each.value for each in of))
     for place, leaf in enumerate(found):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            one = partial(_output, outputs_of, place)
-            form = _form(name, one, operands, args, kwargs, leaf)
-            parents = tuple(operand.expression for operand in operands)
-            made = Derived(parents, one, form=form, name=name, shape=tuple(leaf.shape))
-            found[place] = Operand(made, leaf)
+            one = partial(lambda place, *values: outputs_of(*values)[0][place], place)
+            found[place] = _derived(name, one, of, args, kwargs, leaf.detach())
     return found, shape
 
 
-def _output(outputs_of: Callable[..., list[Any]], place: int, *values: Tensor) -> Any:
-    return outputs_of(*values)[place]
-
-
-def _form(
+def _derived(
     name: str,
-    function: Callable[..., Tensor],
-    operands: Sequence[Operand],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    function: Function,
+    of: tuple[Expression, ...],
+    args: Arguments,
+    kwargs: Named,
     result: Tensor,
-) -> Expression:
-    parents = tuple(operand.expression for operand in operands)
-    if name in COPIES:
-        return Derived(parents, function, same=True)
-    if len(operands) == 1:
-        found = _view(operands[0], function, result) or _of_one(name, function, operands[0], args, kwargs, result)
-        if found is not None:
-            return found
-    if name in ("matmul", "mm", "__matmul__", "linear"):
-        product = _product(name, args, kwargs)
-        if product is not None:
-            return product
-    if name == "_weight_norm" and len(operands) == 2:
-        axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-        if axis != -1:
-            return WeightNorm(parents[0], parents[1], axis)
-        return Derived(parents, function)
-    if name in ("cat", "concat", "concatenate", "stack", "vstack") and isinstance(args[0], list | tuple):
-        axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        stacked = name == "stack"
-        if name != "vstack" or all(operand.value.dim() > 1 for operand in operands):
-            parts = tuple(each.expression if isinstance(each, Operand) else each for each in args[0])
-            return Joined(parts, function, axis % result.dim(), stacked)
-    if name in ELEMENTWISE:
-        return Elementwise(parents, function)
-    return Derived(parents, function)
+) -> Derived:
+    view = _view(of[0], result) if len(of) == 1 and name not in COPIES else None
+    if view is not None:
+        return Derived(result, of, function, view.back, view, name)
+    back = _short(name, of, args, kwargs, result)
+    if back is None:
+        back = elementwise(of, function, result.shape) if name in ELEMENTWISE else by_vjp(of, function)
+    return Derived(result, of, function, back, name=name)
 
 
-def _view(operand: Operand, function: Callable[..., Tensor], result: Tensor) -> View | None:
+def _view(before: Expression, result: Tensor) -> View | None:
     """A result that lies in the storage of what it was made of."""
-    value = operand.value
+    value = before.value
     if not value.numel() or result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
         return None
     place = Place.of_view(result, value)
     if place is None:
         return None
-    before = operand.expression
-    form = before.form if isinstance(before, Derived) else None
-    if isinstance(form, View):
-        place = replace(place, offset=place.offset + form.place.offset)
-        return View(before, function, form.root, form.shape, place)
-    return View(before, function, before, tuple(value.shape), place) if value.is_contiguous() else None
+    if isinstance(before, Derived) and before.view is not None:
+        return replace(before.view, place=replace(place, offset=place.offset + before.view.place.offset))
+    return View(before, tuple(value.shape), place) if value.is_contiguous() else None
 
 
-def _of_one(
-    name: str,
-    function: Callable[..., Tensor],
-    operand: Operand,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    result: Tensor,
-) -> Expression | None:
-    """A short form of a function of one expression and constants."""
-    value, others = operand.value, [each for each in args if each is not operand]
-    table = value.dim() == 2 and result.shape[-1:] == value.shape[1:]
-    if name == "embedding" and isinstance(args[0], Tensor) and table:
-        return Rows(operand.expression, args[0])
-    if name == "__getitem__" and args[0] is operand and table and _whole_numbers(args[1]):
-        return Rows(operand.expression, args[1].to(value.device) % len(value))  # it may lie on the host
-    if name == "index_select" and table and args[0] is operand and args[1] in (0, -2):
-        return Rows(operand.expression, args[2])
-    if len(args) != 2 or kwargs or len(others) != 1 or result.shape != value.shape:
-        return None
-    if name in SHIFTS and args[0] is operand:
-        return Derived((operand.expression,), function, same=True)
-    other = others[0]
-    if name in ("add", "__add__", "__radd__"):
-        return Derived((operand.expression,), function, same=True)
-    if name in SCALES and (args[0] is operand or "mul" in name) and value.dim() == 2:
-        along = not isinstance(other, Tensor) or other.numel() == 1 or value.numel() != other.numel()
-        if along:
-            return Scaled(operand.expression, 1 / other if "div" in name else other, function)
+def _short(name: str, of: tuple[Expression, ...], args: Arguments, kwargs: Named, result: Tensor) -> Back | None:
+    """The way back that is shorter than any function's, if there is one."""
+    if name in COPIES:
+        return unchanged(of[0])
+    found = _of_one(name, of[0], args, kwargs, result) if len(of) == 1 else None
+    if found is not None:
+        return found
+    if name in ("matmul", "mm", "__matmul__", "linear") and len(args) == 2 and not kwargs:
+        left, right = (each if isinstance(each, Expression) else each.detach() for each in args)
+        if value_of(left).dim() == value_of(right).dim() == 2:
+            return product(left, right, transposed=name == "linear")
+    if name == "_weight_norm" and len(of) == 2:
+        axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        return weight_norm(of[0], of[1], axis) if axis != -1 else None
+    if name in ("cat", "concat", "concatenate", "stack", "vstack") and isinstance(args[0], list | tuple):
+        axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        if name != "vstack" or all(each.value.dim() > 1 for each in of):
+            return joined(args[0], axis % result.dim(), name == "stack")
     return None
 
 
-def _whole_numbers(index: Any) -> bool:
-    return isinstance(index, Tensor) and not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
-
-
-def _product(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None:
-    if len(args) != 2 or kwargs or any(value_of(each).dim() != 2 for each in args):
+def _of_one(name: str, of: Expression, args: Arguments, kwargs: Named, result: Tensor) -> Back | None:
+    """Of a function of one expression and constants."""
+    value, others = of.value, [each for each in args if each is not of]
+    table = value.dim() == 2 and result.shape[-1:] == value.shape[1:]
+    if name == "embedding" and isinstance(args[0], Tensor) and table:
+        return rows_of(of, args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx"))
+    if name == "__getitem__" and args[0] is of and table and whole_numbers(args[1]):
+        return rows_of(of, args[1].to(value.device) % len(value))  # it may lie on the host
+    if name == "index_select" and table and args[0] is of and args[1] in (0, -2):
+        return rows_of(of, args[2])
+    if len(args) != 2 or kwargs or len(others) != 1 or result.shape != value.shape:
         return None
-    left, right = (each.expression if isinstance(each, Operand) else each.detach() for each in args)
-    if name != "linear":
-        return Product(left, right)
-    if isinstance(right, Tensor):
-        return Product(left, right.t())
-    shape = tuple(args[1].value.shape)
-    turned = View(right, Tensor.t, right, shape, Place(shape[::-1], (1, shape[1])))
-    return Product(left, turned)
+    if (name in SHIFTS and args[0] is of) or name in ("add", "__add__", "__radd__"):
+        return unchanged(of)
+    other = others[0]
+    along = not isinstance(other, Tensor) or other.numel() == 1 or value.numel() != other.numel()
+    if along and name in SCALES and (args[0] is of or "mul" in name) and value.dim() == 2:
+        return scaled(of, 1 / other if "div" in name else other)
+    return None
+
+
+def whole_numbers(index: object) -> TypeGuard[Tensor]:
+    return isinstance(index, Tensor) and not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)

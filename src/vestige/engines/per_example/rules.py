@@ -7,6 +7,7 @@ the gradient of the output. A function without a rule is differentiated one exam
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -31,24 +32,25 @@ from vestige.engines.per_example.gradient_forms import (
     product,
     wide,
 )
-from vestige.engines.per_example.parameter_expressions import Axis, Kind, Operand, Pulled, Settle, value_of
+from vestige.engines.per_example.parameter_expressions import Axis, Expression, Pulled, Settle, value_of
+from vestige.engines.per_example.parameter_functions import whole_numbers
 
 Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
 """The output, what is saved, and how gradients are made of it; None where the rule does not apply."""
 Rule = Callable[..., Ruled]
 
 
-def _rows(axis: Axis, tensor: Tensor, examples: int) -> Tensor:
+def _rows(axis: Axis, tensor: Tensor) -> Tensor:
     """[examples, positions, width], of a tensor whose last axis is the width."""
-    found = axis.first(tensor, examples)
-    return found.reshape(examples, -1, found.shape[-1])
+    found = axis.first(tensor)
+    return found.reshape(axis.examples, -1, found.shape[-1])
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Ruled:
-    if isinstance(input, Operand):
+    if isinstance(input, Expression):
         return None
     output = kernels.linear(input, value_of(weight), value_of(bias))
     return _known_linear(output, input, weight, bias)
@@ -63,13 +65,13 @@ def known_linear(output: Tensor, input: Tensor, weight: Any, bias: Any = None) -
 
 
 def _known_linear(output: Any, input: Any, weight: Any, bias: Any = None) -> Ruled:
-    saved = (input,) if isinstance(weight, Operand) else ()
+    saved = (input,) if isinstance(weight, Expression) else ()
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        left = kernels.in_rows(_rows(kind.outputs[0], signals[0], examples))  # once, for norms and sums
-        if isinstance(weight, Operand):
-            yield weight, product(left, _rows(kind.outputs[0], saved[0], examples))
-        if isinstance(bias, Operand):
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        left = kernels.in_rows(_rows(axis, signal))  # once, for norms and sums
+        if isinstance(weight, Expression):
+            yield weight, product(left, _rows(axis, saved[0]))
+        if isinstance(bias, Expression):
             yield bias, Dense(left[:, 0] if left.shape[1] == 1 else wide(left).sum(dim=1))
 
     return output, saved, settle
@@ -77,24 +79,29 @@ def _known_linear(output: Any, input: Any, weight: Any, bias: Any = None) -> Rul
 
 def matmul(input: Any, other: Any) -> Ruled:
     """input @ other, where the second is a matrix of parameters."""
-    if isinstance(input, Operand) or not isinstance(other, Operand) or other.value.dim() != 2 or input.dim() < 2:
+    if isinstance(input, Expression) or not isinstance(other, Expression) or other.value.dim() != 2 or input.dim() < 2:
         return _stacked_matmul(input, other)
     return addmm(None, input, other)
 
 
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Ruled:
     """beta * input + alpha * mat1 @ mat2: a linear layer whose weight lies the other way round."""
-    if isinstance(mat1, Operand) or beta != 1 or alpha != 1 or (input is not None and not isinstance(input, Operand)):
+    if (
+        isinstance(mat1, Expression)
+        or beta != 1
+        or alpha != 1
+        or (input is not None and not isinstance(input, Expression))
+    ):
         return None
     output = mat1 @ value_of(mat2) if input is None else torch.addmm(input.value, mat1, value_of(mat2))
-    saved = (mat1,) if isinstance(mat2, Operand) else ()
+    saved = (mat1,) if isinstance(mat2, Expression) else ()
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        right = kernels.in_rows(_rows(kind.outputs[0], signals[0], examples))
-        if isinstance(mat2, Operand):
-            yield mat2, product(_rows(kind.outputs[0], saved[0], examples), right)
-        if isinstance(input, Operand):
-            yield input, Dense(_broadcast(input, kind.outputs[0], signals[0], examples))
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        right = kernels.in_rows(_rows(axis, signal))
+        if isinstance(mat2, Expression):
+            yield mat2, product(_rows(axis, saved[0]), right)
+        if isinstance(input, Expression):
+            yield input, Dense(_broadcast(input, axis, signal))
 
     return output, saved, settle
 
@@ -102,7 +109,7 @@ def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
 def _stacked_matmul(input: Any, other: Any) -> Ruled:
     """Where one side is a vector of parameters, or a stack of matrices of them."""
     one, two = value_of(input).dim(), value_of(other).dim()
-    if isinstance(input, Operand) == isinstance(other, Operand) or max(one, two) > 8:
+    if isinstance(input, Expression) == isinstance(other, Expression) or max(one, two) > 8:
         return None
     stack = "ABCDEF"[: max(one, two, 2) - 2]
     first = "k" if one == 1 else stack[len(stack) - (one - 2) :] + "ik"
@@ -116,7 +123,7 @@ def baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: flo
 
 
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ruled:
-    if isinstance(input1, Operand) or isinstance(input2, Operand) or not isinstance(weight, Operand):
+    if isinstance(input1, Expression) or isinstance(input2, Expression) or not isinstance(weight, Expression):
         return None
     return _shifted(einsum("...i,oij,...j->...o", input1, weight, input2), bias)
 
@@ -127,10 +134,10 @@ def _shifted(product: Ruled, bias: Any) -> Ruled:
         return product
     output, saved, of_product = product
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        yield from of_product(kind, examples, saved, signals)
-        if isinstance(bias, Operand):
-            yield bias, Dense(_broadcast(bias, kind.outputs[0], wide(signals[0]), examples))
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        yield from of_product(axis, saved, signal)
+        if isinstance(bias, Expression):
+            yield bias, Dense(_broadcast(bias, axis, wide(signal)))
 
     return output + value_of(bias), saved, settle
 
@@ -141,7 +148,7 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     labelled = _labels(equation, [value_of(each) for each in operands])
-    mine = [place for place, each in enumerate(operands) if isinstance(each, Operand)]
+    mine = [place for place, each in enumerate(operands) if isinstance(each, Expression)]
     if labelled is None or len(mine) != 1:
         return None
     unbroadcast = _unbroadcast(operands, labelled[0])
@@ -156,17 +163,16 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
         return None
     kept = tuple(each for each, _ in others)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        axis = kind.outputs[0]
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         label = output[axis.place]
         if label in own and parameter.value.shape[own.index(label)] != 1:
             raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
         wanted, parts, names = own.replace(label, ""), [], []  # given to each example, and there is but one of them
-        for tensor, labels in zip((*saved, signals[0]), (*(labels for _, labels in others), output), strict=True):
+        for tensor, labels in zip((*saved, signal), (*(labels for _, labels in others), output), strict=True):
             tensor = wide(tensor)
             if label in labels:  # [examples, positions, the others]: the positions take the label's place
                 place = labels.index(label)
-                tensor = Axis(place, axis.inner).alone(tensor, examples)
+                tensor = replace(axis, place=place).alone(tensor)
                 labels = "Z" + labels
             parts.append(tensor)
             names.append(labels)
@@ -176,7 +182,7 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
                 yield parameter, found
                 return
         dense = torch.einsum(f"{','.join(names)}->Z{wanted}", *parts)
-        yield parameter, Dense(dense.reshape(examples, *parameter.value.shape))
+        yield parameter, Dense(dense.reshape(axis.examples, *parameter.value.shape))
 
     return torch.einsum(f"{','.join(inputs)}->{output}", *map(value_of, operands)), kept, settle
 
@@ -236,7 +242,7 @@ def _unbroadcast(operands: Sequence[Any], inputs: Sequence[str]) -> tuple[tuple[
     for each, labels in zip(operands, inputs, strict=True):
         shape = value_of(each).shape
         over = [place for place, label in enumerate(labels) if shape[place] != sizes[label]]
-        if over and isinstance(each, Operand):
+        if over and isinstance(each, Expression):
             return None
         factors.append(each.squeeze(over) if over else each)
         found.append("".join(label for place, label in enumerate(labels) if place not in over))
@@ -274,10 +280,9 @@ _routed_product.register_autograd(_back, setup_context=_save)
 
 
 def _routed(input: Any, weight: Any, index: Any) -> Ruled:
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        axis, height = kind.outputs[0], len(weight.value)
-        left, right = _rows(axis, signals[0], examples), _rows(axis, saved[0], examples)
-        found = Routed(axis.first(saved[1], examples).reshape(examples, -1), left, right, height)
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        left, right = _rows(axis, signal), _rows(axis, saved[0])
+        found = Routed(axis.first(saved[1]).flatten(1), left, right, len(weight.value))
         small = prod(weight.value.shape) <= left.shape[1] * (left.shape[2] + right.shape[2])
         yield weight, Dense(found.dense()) if small else found
 
@@ -297,18 +302,16 @@ def convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Ruled:
-    if isinstance(input, Operand) or input.dim() != rank + 2:
+    if isinstance(input, Expression) or input.dim() != rank + 2:
         return None
-    function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
     stride, dilation, kernel = _tuple(stride, rank), _tuple(dilation, rank), tuple(value_of(weight).shape[2:])
     if padding == "same":
         whole = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         input = F.pad(input, [side for size in reversed(whole) for side in (size // 2, size - size // 2)])
     around = (0,) * rank if isinstance(padding, str) else _tuple(padding, rank)
-    input = _cast(input)
-    output = function(input, value_of(weight), value_of(bias), stride, around, dilation, groups)
-    settle = _of_convolution(weight, bias, Geometry(kernel, stride, around, dilation, groups), transposed=False)
-    return output, (input,) if isinstance(weight, Operand) else (), settle
+    function = partial((F.conv1d, F.conv2d, F.conv3d)[rank - 1], groups=groups)
+    geometry = Geometry(kernel, stride, around, dilation, groups)
+    return _convolved(function, input, weight, bias, geometry, transposed=False)
 
 
 def transposed_convolution(
@@ -323,36 +326,34 @@ def transposed_convolution(
     dilation: Any = 1,
 ) -> Ruled:
     """The way back of a convolution: what is its image there is the gradient of the output here."""
-    if isinstance(input, Operand) or input.dim() != rank + 2:
+    if isinstance(input, Expression) or input.dim() != rank + 2:
         return None
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
-    input = _cast(input)
     stride, padding, dilation = _tuple(stride, rank), _tuple(padding, rank), _tuple(dilation, rank)
-    output = function(
-        input, value_of(weight), value_of(bias), stride, padding, _tuple(output_padding, rank), groups, dilation
-    )
     geometry = Geometry(tuple(value_of(weight).shape[2:]), stride, padding, dilation, groups)
-    settle = _of_convolution(weight, bias, geometry, transposed=True)
-    return output, (input,) if isinstance(weight, Operand) else (), settle
+    function = partial(function, output_padding=_tuple(output_padding, rank), groups=groups)
+    return _convolved(function, input, weight, bias, geometry, transposed=True)
 
 
-def _cast(input: Tensor) -> Tensor:
-    """As autocast will: the gradient is made of the numbers that were convolved, and no more of them is kept."""
+def _convolved(
+    function: Callable[..., Tensor], input: Tensor, weight: Any, bias: Any, geometry: Geometry, transposed: bool
+) -> Ruled:
     device = input.device.type
-    rounded = torch.is_autocast_enabled(device) and input.dtype != torch.float64
-    return input.to(torch.get_autocast_dtype(device)) if rounded else input
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        # As autocast will: the gradient is made of the numbers that were convolved, and no more of them is kept.
+        input = input.to(torch.get_autocast_dtype(device))
+    sizes = {"stride": geometry.stride, "padding": geometry.padding, "dilation": geometry.dilation}
+    output = function(input, value_of(weight), value_of(bias), **sizes)
 
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        signal = axis.folded(signal)
+        if isinstance(weight, Expression):
+            image = axis.folded(saved[0])
+            yield weight, patches(*((signal, image) if transposed else (image, signal)), geometry, axis.examples)
+        if isinstance(bias, Expression):
+            yield bias, Dense(_per_channel(signal, axis.examples))
 
-def _of_convolution(weight: Any, bias: Any, geometry: Geometry, transposed: bool) -> Settle:
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        signal = _folded(kind, signals[0], examples)
-        if isinstance(weight, Operand):
-            image, out = _folded(kind, saved[0], examples), signal
-            yield weight, patches(*((out, image) if transposed else (image, out)), geometry, examples)
-        if isinstance(bias, Operand):
-            yield bias, Dense(_per_channel(signal, examples))
-
-    return settle
+    return output, (input,) if isinstance(weight, Expression) else (), settle
 
 
 def patches(image: Tensor, signal: Tensor, geometry: Geometry, examples: int) -> Gradient:
@@ -365,12 +366,6 @@ def _tuple(value: Any, rank: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,) * rank
 
 
-def _folded(kind: Kind, tensor: Tensor, examples: int) -> Tensor:
-    """The rows of a batch axis, those of an example side by side."""
-    axis = kind.outputs[0]
-    return tensor if axis.in_order(tensor, examples) else axis.first(tensor, examples).flatten(0, 1)
-
-
 def _per_channel(signal: Tensor, examples: int) -> Tensor:
     full = torch.promote_types(signal.dtype, torch.float32)
     return signal[..., None].flatten(2).sum(dim=2, dtype=full).view(examples, -1, signal.shape[1]).sum(dim=1)
@@ -379,100 +374,79 @@ def _per_channel(signal: Tensor, examples: int) -> Tensor:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def embedding(
-    input: Any,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Ruled:
-    if max_norm is not None or scale_grad_by_freq:
-        raise TypeError("max_norm and scale_grad_by_freq make examples depend on each other: leave them out")
+def embedding(input: Any, weight: Any, padding_idx: int | None = None, *_: object, **__: object) -> Ruled:
     table: Tensor = weight.value
-    output = F.embedding(input, table)
     unused = None if padding_idx is None else padding_idx % len(table)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        index = kind.outputs[0].first(saved[0], examples).reshape(examples, -1)
-        rows = _rows(kind.outputs[0], signals[0], examples)
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        index, rows = axis.first(saved[0]).flatten(1), _rows(axis, signal)
         if unused is not None:
             rows = rows.masked_fill((index == unused)[:, :, None], 0.0)
         yield weight, Lookup(index, rows, len(table))
 
-    return output, (input,), settle
+    return F.embedding(input, table), (input,), settle
 
 
 def select(input: Any, index: Any) -> Ruled:
     """Rows of a parameter of any shape, by a tensor of their numbers."""
-    if not isinstance(input, Operand):
+    if not isinstance(input, Expression):
         return None
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    whole = isinstance(index, Tensor) and not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
-    if not whole or index.dim() == 0 or not input.value.dim():
+    if not whole_numbers(index) or index.dim() == 0 or not input.value.dim():
         return None
     value = input.value
     flat = (len(value), value[0].numel())
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        rows = kind.outputs[0].first(signals[0], examples).reshape(examples, -1, flat[1])
-        chosen = kind.outputs[0].first(saved[0], examples).reshape(examples, -1)
-        found = Lookup(chosen, rows, flat[0])
-        yield (
-            input,
-            found if value.dim() == 2 else Within(found, Place(flat, contiguous_strides(flat)), tuple(value.shape)),
-        )
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        rows = axis.first(signal).reshape(axis.examples, -1, flat[1])
+        found = Lookup(axis.first(saved[0]).flatten(1), rows, flat[0])
+        whole = Place(flat, contiguous_strides(flat))
+        yield input, found if value.dim() == 2 else Within(found, whole, tuple(value.shape))
 
     return value[index], (index.to(value.device) % flat[0],), settle
-
-
-def index_select(input: Any, dim: int, index: Any) -> Ruled:
-    return select(input, index) if dim == 0 else None
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Ruled:
-    if isinstance(input, Operand):
+    if isinstance(input, Expression):
         return None
     shape = tuple(normalized_shape)
     input = wide(input)
     output, *statistics = torch.native_layer_norm(input, shape, value_of(weight), value_of(bias), eps)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        axis, width = kind.outputs[0], prod(shape)
-        signal = axis.first(signals[0], examples).reshape(examples, -1, width)
-        if not isinstance(weight, Operand):
-            yield bias, Dense(wide(signal).sum(dim=1).view(examples, *shape))
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        rows, own = (axis.examples, -1, prod(shape)), (axis.examples, *shape)
+        signal = axis.first(signal).reshape(rows)
+        if not isinstance(weight, Expression):
+            yield bias, Dense(wide(signal).sum(dim=1).view(own))
             return
-        inside = axis.first(saved[0], examples).reshape(examples, -1, width)
-        others = [axis.first(each, examples).reshape(examples, -1) for each in saved[1:]]
-        weights, biases = kernels.layer_norm_sums(inside, signal, *others)
-        yield weight, Dense(weights.view(examples, *shape))
-        if isinstance(bias, Operand):
-            yield bias, Dense(biases.view(examples, *shape))
+        others = [axis.first(each).flatten(1) for each in saved[1:]]
+        weights, biases = kernels.layer_norm_sums(axis.first(saved[0]).reshape(rows), signal, *others)
+        yield weight, Dense(weights.view(own))
+        if isinstance(bias, Expression):
+            yield bias, Dense(biases.view(own))
 
-    return output, (input, *statistics) if isinstance(weight, Operand) else (), settle
+    return output, (input, *statistics) if isinstance(weight, Expression) else (), settle
 
 
 def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Ruled:
-    if isinstance(input, Operand):
+    if isinstance(input, Expression):
         return None
     shape = tuple(normalized_shape)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        standard = F.rms_norm(wide(saved[0]), shape, eps=eps) * signals[0]
-        yield weight, Dense(kind.outputs[0].first(standard, examples).reshape(examples, -1, *shape).sum(dim=1))
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        standard = F.rms_norm(wide(saved[0]), shape, eps=eps) * signal
+        yield weight, Dense(axis.first(standard).reshape(axis.examples, -1, *shape).sum(dim=1))
 
     return F.rms_norm(input, shape, weight.value, eps), (input,), settle
 
 
 def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Ruled:
     """With the batch axis folded into the channels, torch's own backward gives one gradient per example."""
-    if isinstance(input, Operand):
+    if isinstance(input, Expression):
         return None
     if kernels.can_fuse_group_norm(input, num_groups):
         return _fused_group_norm(input, num_groups, weight, bias, eps)
@@ -481,21 +455,21 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
     sizes = (rows, channels, prod(space), num_groups, eps)
     output, mean, scale = torch.native_group_norm(input, value_of(weight), value_of(bias), *sizes)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        signal = _folded(kind, wide(signals[0]), examples).contiguous()
-        if isinstance(weight, Operand):
-            inside, mean, scale = (_folded(kind, each, examples) for each in saved)
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        signal = axis.folded(wide(signal)).contiguous()
+        if isinstance(weight, Expression):
+            inside, mean, scale = (axis.folded(each) for each in saved)
             folded, size = len(signal) * channels, prod(space)
             ones, flat = inside.new_ones(folded), (1, folded, size)
             tensors = (signal.view(flat), inside.reshape(flat), mean.reshape(1, -1), scale.reshape(1, -1), ones)
             weights = torch.ops.aten.native_group_norm_backward(
                 *tensors, 1, folded, size, mean.numel(), [False, True, False]
             )[1]
-            yield weight, Dense(weights.view(examples, -1, channels).sum(dim=1))
-        if isinstance(bias, Operand):
-            yield bias, Dense(_per_channel(signal, examples))
+            yield weight, Dense(weights.view(axis.examples, -1, channels).sum(dim=1))
+        if isinstance(bias, Expression):
+            yield bias, Dense(_per_channel(signal, axis.examples))
 
-    return output, (input, mean, scale) if isinstance(weight, Operand) else (), settle
+    return output, (input, mean, scale) if isinstance(weight, Expression) else (), settle
 
 
 def _fused_group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Ruled:
@@ -503,13 +477,13 @@ def _fused_group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: f
     waiting: list[Tensor] = []
     output, mean, scale = _GroupNorm.apply(input, value_of(weight), value_of(bias), groups, eps, waiting)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         inside, mean, scale, gain = saved
-        back, weights, biases = kernels.group_norm_backward(inside, signals[0], mean, scale, gain, groups)
+        back, weights, biases = kernels.group_norm_backward(inside, signal, mean, scale, gain, groups)
         waiting[:] = [back]
         for operand, rows in ((weight, weights), (bias, biases)):
-            if isinstance(operand, Operand):
-                yield operand, Dense(_folded(kind, rows, examples).view(examples, -1, rows.shape[1]).sum(dim=1))
+            if isinstance(operand, Expression):
+                yield operand, Dense(axis.folded(rows).view(axis.examples, -1, rows.shape[1]).sum(dim=1))
 
     gain = mean.new_ones(input.shape[1]) if weight is None else value_of(weight).detach()
     return output, (input, mean, scale, gain), settle
@@ -559,23 +533,23 @@ def instance_norm(
 
 
 def multiply(input: Any, other: Any) -> Ruled:
-    one, parameter = (other, input) if isinstance(input, Operand) else (input, other)
-    if isinstance(one, Operand):
+    one, parameter = (other, input) if isinstance(input, Expression) else (input, other)
+    if isinstance(one, Expression):
         return None
     kept = (one,) if isinstance(one, Tensor) else ()
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        signal = wide(signals[0]) * saved[0] if saved else wide(signals[0]) * one
-        yield parameter, Dense(_broadcast(parameter, kind.outputs[0], signal, examples))
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        signal = wide(signal) * saved[0] if saved else wide(signal) * one
+        yield parameter, Dense(_broadcast(parameter, axis, signal))
 
     return one * parameter.value, kept, settle
 
 
 def add(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         for parameter, factor in ((input, 1), (other, alpha)):
-            if isinstance(parameter, Operand):
-                found = _broadcast(parameter, kind.outputs[0], wide(signals[0]), examples)
+            if isinstance(parameter, Expression):
+                found = _broadcast(parameter, axis, wide(signal))
                 yield parameter, Dense(found if factor == 1 else found * factor)
 
     return torch.add(value_of(input), value_of(other), alpha=alpha), (), settle
@@ -585,34 +559,20 @@ def subtract(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
     return add(input, other, alpha=-alpha)
 
 
-def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Ruled:
-    if rounding_mode is not None:
-        return None
-    if not isinstance(input, Operand) or isinstance(other, Operand):
-        return elementwise(torch.div, input, other)
-    kept = (other,) if isinstance(other, Tensor) else ()
-
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        signal = wide(signals[0]) / (saved[0] if saved else other)
-        yield input, Dense(_broadcast(input, kind.outputs[0], signal, examples))
-
-    return input.value / other, kept, settle
-
-
 def elementwise(function: Callable[..., Tensor], *args: Any, **named: Any) -> Ruled:
     """Any function of numbers in the same place: its derivative by what is broadcast, then summed for each example."""
     everything = (*args, *named.values())
-    if not all(isinstance(each, Operand | Tensor | int | float | str | None) for each in everything):
+    if not all(isinstance(each, Expression | Tensor | int | float | str | None) for each in everything):
         return None
     tensors = [place for place, each in enumerate(everything) if isinstance(each, Tensor)]
-    operands = [place for place, each in enumerate(everything) if isinstance(each, Operand)]
+    operands = [place for place, each in enumerate(everything) if isinstance(each, Expression)]
 
     def run(filled: Sequence[Any]) -> Tensor:
         return function(*filled[: len(args)], **dict(zip(named, filled[len(args) :], strict=True)))
 
     output = run([value_of(each) for each in everything])
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         filled: list[Any] = list(everything)
         for place, tensor in zip(tensors, saved, strict=True):
             filled[place] = tensor
@@ -620,69 +580,64 @@ def elementwise(function: Callable[..., Tensor], *args: Any, **named: Any) -> Ru
         with torch.enable_grad():
             for place, leaf in zip(operands, leaves, strict=True):
                 filled[place] = leaf.requires_grad_()
-            found = torch.autograd.grad(run(filled), leaves, signals[0])
+            found = torch.autograd.grad(run(filled), leaves, signal)
         for place, gradient in zip(operands, found, strict=True):
             operand = everything[place]
-            yield operand, Dense(_broadcast(operand, kind.outputs[0], wide(gradient), examples))
+            yield operand, Dense(_broadcast(operand, axis, wide(gradient)))
 
     return output, tuple(everything[place] for place in tensors), settle
 
 
 def prelu(input: Any, weight: Any) -> Ruled:
     """One slope for all, or for each channel, which is the second axis."""
-    if isinstance(input, Operand) or not isinstance(weight, Operand):
+    if isinstance(input, Expression) or not isinstance(weight, Expression):
         return None
     rank = input.dim() - 2
     output = F.prelu(input, weight.value)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        below = wide(signals[0]) * saved[0].clamp(max=0.0)
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        below = wide(signal) * saved[0].clamp(max=0.0)
         if weight.value.numel() == 1 or rank < 0:
-            yield weight, Dense(_broadcast(weight, kind.outputs[0], below, examples))
+            yield weight, Dense(_broadcast(weight, axis, below))
         else:
-            yield weight, Dense(_per_channel(_folded(kind, below, examples), examples))
+            yield weight, Dense(_per_channel(axis.folded(below), axis.examples))
 
     return output, (input,), settle
 
 
 def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
     """A parameter given to each example: a class token."""
-    if not isinstance(input, Operand):
+    if not isinstance(input, Expression):
         return None
-    plain = tuple(value_of(size) for size in sizes)
+    plain: tuple[Any, ...] = tuple(value_of(size) for size in sizes)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        yield input, Dense(_broadcast(input, kind.outputs[0], wide(signals[0]), examples))
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        yield input, Dense(_broadcast(input, axis, wide(signal)))
 
     return input.value.expand(*plain, **named).clone(memory_format=torch.contiguous_format), (), settle
 
 
 def repeat(input: Any, *counts: Any) -> Ruled:
     """A parameter given to each example, once or several times: along with its heads, say."""
-    if not isinstance(input, Operand):
+    if not isinstance(input, Expression):
         return None
     counts = tuple(counts[0]) if len(counts) == 1 and not isinstance(counts[0], int) else counts
     shape = (1,) * (len(counts) - input.value.dim()) + tuple(input.value.shape)
 
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        axis = kind.outputs[0]
-        rows, own = axis.alone(wide(signals[0]), examples), shape[axis.place]
+    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+        rows, own = axis.alone(wide(signal)), shape[axis.place]
         if rows.shape[1 + axis.place] % own or (axis.inner == 1 and own > 1):
             raise TypeError(f"a parameter of shape {tuple(input.value.shape)} holds something of each example")
         for place, size in enumerate(shape):
             rows = rows.unflatten(1 + place, (-1, size)).sum(dim=1 + place)
-        yield input, Dense(rows.reshape(examples, *input.value.shape))
+        yield input, Dense(rows.reshape(axis.examples, *input.value.shape))
 
     return input.value.repeat(*counts), (), settle
 
 
-def expand_as(input: Any, other: Any) -> Ruled:
-    return expand(input, *value_of(other).shape)
-
-
-def _broadcast(parameter: Operand, axis: Axis, signal: Tensor, examples: int) -> Tensor:
+def _broadcast(parameter: Expression, axis: Axis, signal: Tensor) -> Tensor:
     """Each example's gradient of what was broadcast to the shape of the signal: [examples, *shape]."""
-    shape = (1,) * (signal.dim() - parameter.value.dim()) + tuple(parameter.value.shape)
+    examples, shape = axis.examples, (1,) * (signal.dim() - parameter.value.dim()) + tuple(parameter.value.shape)
     own = shape[axis.place]
     if own != 1:  # it has entries of its own for every example, whose gradients are the others' zeros
         owners = torch.arange(own, device=signal.device) // axis.inner % examples
@@ -693,7 +648,7 @@ def _broadcast(parameter: Operand, axis: Axis, signal: Tensor, examples: int) ->
         over = [1 + place for place, size in enumerate(shape) if size == 1 and signal.shape[place] != 1]
         return (each.sum(dim=over) if over else each).reshape(examples, *parameter.value.shape)
     rest = [size for place, size in enumerate(shape) if place != axis.place]
-    rows = axis.first(signal, examples)
+    rows = axis.first(signal)
     over = [1, *(2 + place for place, size in enumerate(rest) if size == 1 and rows.shape[2 + place] != 1)]
     return rows.sum(dim=over).reshape(examples, *parameter.value.shape)
 
@@ -714,7 +669,7 @@ RULES: dict[Any, Rule] = {
     Tensor.expand: expand,
     Tensor.repeat: repeat,
     torch.broadcast_to: lambda input, size: expand(input, *size),
-    Tensor.expand_as: expand_as,
+    Tensor.expand_as: lambda input, other: expand(input, *value_of(other).shape),
     F.bilinear: bilinear,
     F.prelu: prelu,
     torch.prelu: prelu,
@@ -724,12 +679,15 @@ RULES: dict[Any, Rule] = {
     known_linear: _known_linear,
     Tensor.__rpow__: lambda input, other: elementwise(torch.pow, other, input),
     Tensor.__rsub__: lambda input, other: subtract(other, input),
-    Tensor.__rtruediv__: lambda input, other: divide(other, input),
+    Tensor.__rtruediv__: lambda input, other: elementwise(torch.div, other, input),
 }
 RULES |= {function: matmul for function in _torch("matmul", "mm", "__matmul__")}
 RULES |= {function: _stacked_matmul for function in _torch("bmm", "mv")}
 RULES |= {function: baddbmm for function in _torch("baddbmm")}
-RULES |= {function: index_select for function in _torch("index_select")}
+RULES |= {
+    function: lambda input, dim, index: select(input, index) if dim == 0 else None
+    for function in _torch("index_select")
+}
 RULES |= {function: partial(elementwise, torch.pow) for function in _torch("pow", "__pow__")}
 RULES |= {function: partial(elementwise, torch.addcmul) for function in _torch("addcmul")}
 RULES |= {function: partial(elementwise, torch.addcdiv) for function in _torch("addcdiv")}
@@ -739,6 +697,8 @@ RULES |= {function: addmm for function in _torch("addmm")}
 RULES |= {function: multiply for function in _torch("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")}
 RULES |= {function: add for function in _torch("add", "add_", "__add__", "__radd__", "__iadd__")}
 RULES |= {function: subtract for function in _torch("sub", "subtract", "sub_", "__sub__", "__isub__")}
-RULES |= {function: divide for function in _torch("div", "divide", "true_divide", "__truediv__")}
+RULES |= {
+    function: partial(elementwise, torch.div) for function in _torch("div", "divide", "true_divide", "__truediv__")
+}
 RULES |= {getattr(F, f"conv{rank}d"): partial(convolution, rank) for rank in (1, 2, 3)}
 RULES |= {getattr(F, f"conv_transpose{rank}d"): partial(transposed_convolution, rank) for rank in (1, 2, 3)}

@@ -12,7 +12,7 @@ and a norm follows from g's inner products with 2r fixed tensors, all of them ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch.func import vjp, vmap
 
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradient_forms import Dense, Gradient, Place, contiguous_strides, memory_order, wide
-from vestige.engines.per_example.parameter_expressions import Environment, Expression, Whole, quietly
-from vestige.engines.per_example.parameter_functions import Derived, View
+from vestige.engines.per_example.parameter_expressions import Expression, Pulled, Whole, quietly
+from vestige.engines.per_example.parameter_functions import Derived, View, by_vjp
 
 NUMBER_BY_NUMBER = frozenset(
     {"add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "neg", "__add__", "__radd__"}
@@ -96,80 +96,85 @@ class PulledBack:
 
 
 @dataclass(frozen=True, eq=False)
-class Standardised(Derived):
+class Standardised:
     """A weight as h(w, s): see above."""
 
-    weight: str = ""
-    scales: tuple[Expression, ...] = ()
+    whole: Derived
+    weight: Whole
+    scales: tuple[Expression, ...]
 
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        way = self._way_back(environment)
-        dense = wide(gradient.dense()).to(wide(environment[self.weight]).dtype)
+    def back(self, gradient: Gradient) -> Pulled:
+        way = self._way_back()
+        dense = wide(gradient.dense()).to(wide(self.weight.value).dtype)
         products = way.products(dense)
-        found = PulledBack(Dense(dense), products, way)
-        return {self.weight: found, **self._of_others(products[:, :, 2 : 2 + len(self.scales)], environment)}
+        yield self.weight, PulledBack(Dense(dense), products, way)
+        yield from self._of_others(products[:, :, 2 : 2 + len(self.scales)])
 
-    def _way_back(self, environment: Environment) -> WayBack:
-        weight, fixed = environment[self.weight].detach(), {n: environment[n].detach() for n in self.names}
+    def _way_back(self) -> WayBack:
+        weight = self.weight.value
 
         def used(weight: Tensor, *scales: Tensor) -> Tensor:
-            return _value(self, self.weight, weight, dict(zip(self.scales, scales, strict=True)))
+            return _recomputed(self.whole, {self.weight: weight, **dict(zip(self.scales, scales, strict=True))})
 
-        scales = [scale.value(fixed).expand_as(weight) for scale in self.scales]
-        output, back = vjp(used, weight, *scales)[:2]
+        output, back = vjp(used, weight, *(scale.value.expand_as(weight) for scale in self.scales))[:2]
         moves = []
         for scale in self.scales:
-            value, home = vjp(lambda w, scale=scale: scale.value({**fixed, self.weight: w}), weight)[:2]
+            value, home = vjp(lambda w, scale=scale: _recomputed(scale, {self.weight: w}), weight)[:2]
             moves.append(home(torch.ones_like(value))[0])
         own, *slopes = back(torch.ones_like(output))
         return WayBack(own, tuple(slopes), tuple(moves))
 
-    def _of_others(self, inner: Tensor, environment: Environment) -> dict[str, Gradient]:
+    def _of_others(self, inner: Tensor) -> Pulled:
         """The gradients of what else the scales are made of, gains, from those of the scales."""
-        fixed = {name: environment[name].detach() for name in self.names}
-        others = {name: value for name, value in fixed.items() if name != self.weight}
+        others = [each for each in self.whole.parameters if each != self.weight]
         if not others:
-            return {}
+            return
 
-        def scales(own: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            return tuple(scale.value({**fixed, **own}) for scale in self.scales)
+        def scales(*own: Tensor) -> tuple[Tensor, ...]:
+            return tuple(_recomputed(scale, dict(zip(others, own, strict=True))) for scale in self.scales)
 
-        values, back = vjp(scales, others)[:2]
+        values, back = vjp(scales, *(each.value for each in others))[:2]
         signals = tuple(each.reshape(-1, *v.shape) for each, v in zip(inner.unbind(2), values, strict=True))
         with quietly():
-            found = vmap(lambda *each: back(each)[0])(*signals)
-        return {name: Dense(each) for name, each in found.items()}
+            found = vmap(lambda *each: back(each))(*signals)
+        yield from zip(others, map(Dense, found), strict=True)
 
 
-def standardised(whole: Expression, environment: Environment) -> Expression:
-    """The same expression in the shorter form, where it has one."""
-    if not isinstance(whole, Derived):
-        return whole
+def _recomputed(expression: Expression, given: Mapping[Expression, Tensor]) -> Tensor:
+    """The value of an expression, where some of what it is made of has these values."""
+    if expression in given:
+        return given[expression]
+    if isinstance(expression, Derived):
+        return expression.function(*(_recomputed(each, given) for each in expression.of))
+    return expression.value
+
+
+def standardised(whole: Derived) -> Derived:
+    """The same expression with the shorter way back, where it has one."""
     scales: dict[Expression, None] = {}
-    weights: set[str] = set()
-    if len(whole.shape) < 2 or not _split(whole, whole.shape, environment, weights, scales):
-        return whole
-    if len(weights) != 1 or not scales:
+    weights: set[Whole] = set()
+    shape = whole.value.shape
+    if len(shape) < 2 or not _split(whole, shape, weights, scales) or len(weights) != 1 or not scales:
         return whole
     (weight,) = weights
-    if not all(_filter_by_filter(scale, weight, whole.shape) for scale in scales):
+    if not all(_filter_by_filter(scale, weight, shape) for scale in scales):
         return whole
-    return Standardised(whole.of, whole.function, False, None, whole.name, whole.shape, weight, tuple(scales))
+    return replace(whole, pull=Standardised(whole, weight, tuple(scales)).back)
 
 
 def batch_normed(
     weight: Whole,
     shape: tuple[int, ...],
-    seen: tuple[int, ...],
+    output: Tensor,
     gain: Expression | Tensor | None,
     bias: Expression | Tensor | None,
     eps: float,
-) -> Expression:
-    """A weight of this shape, standardised as F.batch_norm does it that has `seen` it as [1, filters, ...]."""
+) -> Derived:
+    """A weight of this shape, standardised by F.batch_norm, whose `output` is [1, filters, ...]."""
     rest, each = tuple(range(1, len(shape))), (shape[0], *[1] * (len(shape) - 1))
 
     def of_filters(function: Callable[[Tensor], Tensor], of: Expression) -> Derived:
-        return Derived((of,), function, shape=each)
+        return Derived(function(of.value), (of,), function, by_vjp((of,), function))
 
     scales = [
         of_filters(lambda w: w.mean(dim=rest, keepdim=True), weight),
@@ -178,7 +183,7 @@ def batch_normed(
     fixed: list[Tensor | None] = []
     for other in (gain, bias):
         fixed.append(other.view(each) if isinstance(other, Tensor) else None)
-        if other is not None and not isinstance(other, Tensor):
+        if isinstance(other, Expression):
             scales.append(of_filters(lambda numbers: numbers.view(each), other))
 
     def used(weight: Tensor, mean: Tensor, variance: Tensor, *learned: Tensor) -> Tensor:
@@ -187,44 +192,33 @@ def batch_normed(
         found = found if gain is None else found * (next(more) if fixed[0] is None else fixed[0])
         return found if bias is None else found + (next(more) if fixed[1] is None else fixed[1])
 
-    whole = Standardised((weight, *scales), used, shape=shape, weight=weight.names[0], scales=tuple(scales))
-    back = View(whole, lambda made: made.view(seen), whole, shape, Place(seen, contiguous_strides(seen)))
-    return Derived((whole,), back.function, form=back, shape=seen)
+    made = Derived(output.view(shape), of := (weight, *scales), used, by_vjp(of, used))
+    whole = replace(made, pull=Standardised(made, weight, tuple(scales)).back)
+    seen = tuple(output.shape)
+    view = View(whole, shape, Place(seen, contiguous_strides(seen)))
+    return Derived(output, (whole,), lambda made: made.view(seen), view.back, view)
 
 
-def _split(
-    node: Expression,
-    shape: tuple[int, ...],
-    environment: Environment,
-    weights: set[str],
-    scales: dict[Expression, None],
-) -> bool:
+def _split(node: Expression, shape: torch.Size, weights: set[Whole], scales: dict[Expression, None]) -> bool:
     """Find the weight and the scales that an expression of this shape is made of, number by number."""
-    if isinstance(node, Whole) and tuple(environment[node.names[0]].shape) == shape:
-        weights.add(node.names[0])
+    if isinstance(node, Whole) and node.value.shape == shape:
+        weights.add(node)
         return True
     if not isinstance(node, Derived):
         return False
-    if node.shape == (shape[0], *[1] * (len(shape) - 1)) != shape:
+    if node.value.shape == (shape[0], *[1] * (len(shape) - 1)) != shape:
         scales[node] = None
         return True
-    by_number = node.name in NUMBER_BY_NUMBER and node.shape == shape
-    return by_number and all(_split(each, shape, environment, weights, scales) for each in node.of)
+    by_number = node.name in NUMBER_BY_NUMBER and node.value.shape == shape
+    return by_number and all(_split(each, shape, weights, scales) for each in node.of)
 
 
-def _filter_by_filter(node: Expression, weight: str, shape: tuple[int, ...]) -> bool:
+def _filter_by_filter(node: Expression, weight: Whole, shape: torch.Size) -> bool:
     """Whether each filter's part of an expression is made of that filter of the weight alone."""
-    if weight not in node.names or isinstance(node, Whole):
+    if weight not in node.parameters or isinstance(node, Whole):
         return True
-    if not isinstance(node, Derived) or len(node.shape) != len(shape) or node.shape[0] != shape[0]:
+    own = node.value.shape
+    if not isinstance(node, Derived) or len(own) != len(shape) or own[0] != shape[0]:
         return False
-    reduced = node.name in OVER_A_FILTER and set(node.shape[1:]) == {1}
+    reduced = node.name in OVER_A_FILTER and set(own[1:]) == {1}
     return (reduced or node.name in NUMBER_BY_NUMBER) and all(_filter_by_filter(n, weight, shape) for n in node.of)
-
-
-def _value(node: Expression, name: str, weight: Tensor, scales: Mapping[Expression, Tensor]) -> Tensor:
-    if node in scales:
-        return scales[node]
-    if isinstance(node, Derived):
-        return node.function(*(_value(each, name, weight, scales) for each in node.of))
-    return weight

@@ -47,7 +47,9 @@ class Taps:
     def watching(self, now: Pass) -> Iterator[None]:
         """The model with proxies of the pass's parameters. Open for the forward pass; and for a backward pass that
         recomputes activations."""
-        tensors = {name: TrackedParameter.of(Whole((name,)), now.environment[name], now) for name in self._holders}
+        tensors = {
+            name: TrackedParameter.of(Whole(name, now.environment[name].detach()), now) for name in self._holders
+        }
         with self.installed(tensors):
             yield
 

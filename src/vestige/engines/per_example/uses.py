@@ -18,14 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.per_example.gradient_forms import Dense, Place, contiguous_strides
 from vestige.engines.per_example.parameter_expressions import (
     LARGEST,
+    Axis,
     Expression,
-    Kind,
-    Operand,
     Pass,
     Pulled,
     Whole,
@@ -33,27 +32,18 @@ from vestige.engines.per_example.parameter_expressions import (
     tapped,
     value_of,
 )
-from vestige.engines.per_example.parameter_functions import COPIES, Derived, View, expressed
-from vestige.engines.per_example.rules import RULES, Rule, Ruled
+from vestige.engines.per_example.parameter_functions import Derived, expressed
+from vestige.engines.per_example.rules import RULES, Ruled
 from vestige.engines.per_example.standardised import batch_normed, standardised
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""
 
-VIEWS = frozenset(
-    {
-        *("t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"),
-        *("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"),
-        *("chunk", "split", "tensor_split", "unbind", "narrow", "select", "diagonal"),
-    }
-)
-"""The same numbers in another shape: there are examples in none of them."""
-
-
 GIVEN = frozenset({Tensor.expand, Tensor.repeat, torch.broadcast_to, Tensor.expand_as})
 """Functions by which a parameter is given to each example."""
 SAME_ROWS = frozenset({F.group_norm, F.instance_norm})
 """Functions whose output has its rows where the input has them."""
+WRITES = (Tensor.__setitem__, Tensor.index_put_)
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
 MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
 
@@ -65,7 +55,7 @@ class UnsupportedUse(Exception):
 class TrackedParameter(Tensor):
     """A trainable parameter, or a function of parameters alone, inside a watched pass."""
 
-    operand: Operand
+    expression: Expression
     now: Pass
     part_of: tuple[TrackedParameter, Any] | None = None
     """Whose part it is, and which."""
@@ -73,9 +63,7 @@ class TrackedParameter(Tensor):
     def becomes(self, other: Any) -> None:
         """It was changed in place, and so was what it is a part of."""
         if not isinstance(other, TrackedParameter):
-            raise UnsupportedUse(
-                f"something of each example is written into a function of {self.operand.expression.names[0]}"
-            )
+            raise UnsupportedUse(f"something of each example is written into a function of {self.expression.names[0]}")
         parts, made = self._parts(), other
         if self.part_of is not None:
             whole, index = self.part_of
@@ -88,9 +76,9 @@ class TrackedParameter(Tensor):
             part._holds(cast(TrackedParameter, part.part_of[0][part.part_of[1]]))
 
     def _holds(self, other: TrackedParameter) -> None:
-        self.operand = other.operand
+        self.expression = other.expression
         with torch._C.DisableTorchFunctionSubclass():
-            self.set_(other.operand.value)  # type: ignore[call-overload]
+            self.set_(other.expression.value)  # type: ignore[call-overload]
         self.now.hold(self)
 
     def _parts(self) -> list[TrackedParameter]:
@@ -105,7 +93,7 @@ class TrackedParameter(Tensor):
                 continue
             if not any(whole is one for whole in wholes for one in mine):
                 raise UnsupportedUse(
-                    f"a function of {self.operand.expression.names[0]} is changed in place, and something else is a "
+                    f"a function of {self.expression.names[0]} is changed in place, and something else is a "
                     "view of it: change what is used, or a copy"
                 )
             if any(whole is self for whole in wholes):
@@ -117,59 +105,46 @@ class TrackedParameter(Tensor):
         return [] if self.part_of is None else [self.part_of[0], *self.part_of[0]._wholes()]
 
     @classmethod
-    def of(cls, expression: Expression, value: Tensor, now: Pass) -> TrackedParameter:
-        made: TrackedParameter = Tensor._make_subclass(cls, value.detach(), require_grad=False)
-        made.operand, made.now = Operand(expression, value.detach()), now
+    def of(cls, expression: Expression, now: Pass) -> TrackedParameter:
+        made: TrackedParameter = Tensor._make_subclass(cls, expression.value, require_grad=False)
+        made.expression, made.now = expression, now
         if not isinstance(expression, Whole):
             now.hold(made)
-            now.environment.known[expression] = made.operand.value  # type: ignore[attr-defined]
         return made
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], TrackedParameter) else None
         if function is F.scaled_dot_product_attention:
-            args, kwargs = _given_to_each(args, kwargs or {})
+            args, kwargs = _given_to_each(args, kwargs)
             if not any(isinstance(each, TrackedParameter) for each in (*args, *kwargs.values())):
                 return function(*args, **kwargs)
         elif function is F.batch_norm:
-            made = _standardising(*args, **(kwargs or {}))
+            made = _standardising(*args, **kwargs)
             if made is not None:
                 return made
         elif function is F.dropout:
-            return _dropped(*args, **(kwargs or {}))
-        elif (
-            function is Tensor.__setitem__
-            and not isinstance(args[0], TrackedParameter)
-            and isinstance(args[2], TrackedParameter)
-        ):
-            return _put(*args)
-        elif (
-            function is Tensor.index_put_
-            and len(args) == 3
-            and not kwargs
-            and not isinstance(args[0], TrackedParameter)
-        ):
+            return _dropped(*args, **kwargs)
+        elif function is F.embedding:
+            _require_plain(*args, **kwargs)
+        elif function in WRITES and first is None and len(args) == 3 and isinstance(args[2], TrackedParameter):
             _put(*args)
-            return args[0]
-        first = args[0] if args and isinstance(args[0], TrackedParameter) else None
+            return args[0] if function is Tensor.index_put_ else None
         if first is None and args and isinstance(args[0], Tensor) and function not in RULES:
             anew = _plain_form(_name(function))
-            if anew is not None:  # what is given a parameter is changed, not a copy that nobody looks at
-                return args[0].copy_(anew(args[0].clone(), *args[1:], **(kwargs or {})))
-        anew = None if first is None else _out_of_place(_name(function), first.operand)
+            if anew is not None:  # what is given a parameter is changed, not a copy that is lost
+                return args[0].copy_(anew(args[0].clone(), *args[1:], **kwargs))
+        anew = None if first is None else _out_of_place(_name(function), first.expression)
         if first is not None and anew is not None:
-            made = anew(*args, **(kwargs or {}))
+            made = anew(*args, **kwargs)
             first.becomes(made)
             return first if isinstance(made, TrackedParameter) else made
-        with torch._C.DisableTorchFunctionSubclass():
-            made = _use(function, args, kwargs or {})
-        if (
-            function is Tensor.__getitem__
-            and isinstance(made, TrackedParameter)
-            and first is not None
-            and _plainly(args[1])
-        ):
-            made.part_of = first, args[1]
+        made = _use(function, args, kwargs)
+        if function is Tensor.__getitem__ and first is not None and isinstance(made, TrackedParameter):
+            made.part_of = (first, args[1]) if _plainly(args[1]) else None
         return made
 
 
@@ -185,11 +160,7 @@ def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[An
     def given(each: Any) -> Any:
         if not isinstance(each, TrackedParameter) or not others or each.dim() != others[0].dim():
             return each
-        each.now.like = others[0]
-        try:
-            return each.expand(len(others[0]), *[-1] * (each.dim() - 1))
-        finally:
-            each.now.like = None
+        return _use(Tensor.expand, (each, len(others[0]), *[-1] * (each.dim() - 1)), {}, like=others[0])
 
     return [given(each) for each in args], {key: given(each) for key, each in kwargs.items()}
 
@@ -206,29 +177,47 @@ def _standardising(
 ) -> Any:
     """A weight that is standardised by batch norm, as one example whose channels are its filters; None for any other
     use of batch norm."""
-    expression = input.operand.expression if isinstance(input, TrackedParameter) else None
-    form = expression.form if isinstance(expression, Derived) else None
-    if not training or running_mean is not None or running_var is not None or not isinstance(form, View):
+    expression = getattr(input, "expression", None)
+    if not training or running_mean is not None or running_var is not None or not isinstance(expression, Derived):
         return None
-    shape, root = tuple(input.shape), form.root
-    if not isinstance(root, Whole) or form.place != Place(shape, contiguous_strides(shape)):
+    view = expression.view
+    if view is None:
         return None
-    gains = [None if each is None else _expression_of(each) for each in (weight, bias)]
-    others = {name for each in gains if not isinstance(each, Tensor | None) for name in each.names}
-    if shape[:2] != (1, form.shape[0]) or prod(shape) != prod(form.shape) or root.names[0] in others:
+    shape, root = tuple(input.shape), view.root
+    if not isinstance(root, Whole) or view.place != Place(shape, contiguous_strides(shape)):
         return None
-    made = batch_normed(root, form.shape, shape, gains[0], gains[1], eps)
+    gains = [each.expression if isinstance(each, TrackedParameter) else each for each in (weight, bias)]
+    others = [one for each in gains if isinstance(each, Expression) for one in each.parameters]
+    if any(isinstance(each, Tensor) and input.now.tracker.labels.get(each) is not None for each in gains):
+        return None
+    if shape[:2] != (1, view.shape[0]) or prod(shape) != prod(view.shape) or root in others:
+        return None
     with torch._C.DisableTorchFunctionSubclass():
-        plain = [each.operand.value if isinstance(each, TrackedParameter) else each for each in (input, weight, bias)]
-        return TrackedParameter.of(
-            made, F.batch_norm(plain[0], None, None, plain[1], plain[2], True, momentum, eps), input.now
-        )
+        gain, shift = map(value_of, gains)
+        output = F.batch_norm(expression.value, None, None, gain, shift, True, momentum, eps)
+        return TrackedParameter.of(batch_normed(root, view.shape, output, gains[0], gains[1], eps), input.now)
 
 
 def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """A function of parameters with numbers left out, the same for all examples: drawn once, as they are needed on the
     way back too. In place it would change what the function was made of."""
-    return input * F.dropout(torch.ones_like(input.operand.value), p, training) if training and p else input
+    return input * F.dropout(torch.ones_like(input.expression.value), p, training) if training and p else input
+
+
+def _require_plain(
+    input: object,
+    weight: TrackedParameter,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> None:
+    if max_norm is not None or scale_grad_by_freq:
+        raise UnsupportedUse(
+            f"embedding of {', '.join(weight.expression.names)}: max_norm and scale_grad_by_freq make examples depend "
+            "on each other: leave them out"
+        )
 
 
 def _put(into: Tensor, index: Any, given: TrackedParameter) -> None:
@@ -237,21 +226,16 @@ def _put(into: Tensor, index: Any, given: TrackedParameter) -> None:
     part = _plainly(index)  # else by numbers or a mask: as many places as these choose
     shape = into[index].shape if part else into.shape
     if given.dim() > len(shape):
-        raise UnsupportedUse(f"a function of {given.operand.expression.names[0]} is written into something smaller")
-    given.now.like = into[index] if part else into
+        raise UnsupportedUse(f"a function of {given.expression.names[0]} is written into something smaller")
     try:
-        everywhere = given.expand(shape)
+        everywhere = _use(Tensor.expand, (given, *shape), {}, like=into[index] if part else into)
     except RuntimeError:
         raise UnsupportedUse(
-            f"a function of {given.operand.expression.names[0]} is written by indices into a tensor of no examples "
+            f"a function of {given.expression.names[0]} is written by indices into a tensor of no examples "
             "(as OFT and FourierFT do): use LoRA, or build that tensor without writing into it (torch.scatter)"
         ) from None
-    finally:
-        given.now.like = None
     if isinstance(everywhere, TrackedParameter):
-        raise UnsupportedUse(
-            f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples"
-        )
+        raise UnsupportedUse(f"a function of {given.expression.names[0]} is written into a tensor of no examples")
     if isinstance(index, Tensor) and index.dtype == torch.bool:  # without choosing entries by what the mask holds
         mask = index.reshape(*index.shape, *[1] * (into.dim() - index.dim()))
         into.copy_(torch.where(mask, everywhere, into))
@@ -259,43 +243,39 @@ def _put(into: Tensor, index: Any, given: TrackedParameter) -> None:
     into[index] = everywhere if part else everywhere[index]
 
 
-def _expression_of(given: Tensor) -> Expression | Tensor:
-    return given.operand.expression if isinstance(given, TrackedParameter) else given.detach()
-
-
-def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = _name(function)
-    watched: list[TrackedParameter] = []
-    args = tuple(_opened(argument, watched) for argument in args)
-    kwargs = {key: _opened(argument, watched) for key, argument in kwargs.items()}
-    now = watched[0].now
-    if kwargs.get("inplace") and args and isinstance(args[0], Operand):  # what it was made of is needed as it was
-        kwargs["inplace"] = False
-    if name in ("view_as", "reshape_as", "type_as"):  # of the other, a shape or a type is read, and no number
-        args, kwargs = (args[0], *_plain(args[1:])), _plain_named(kwargs)
-        if not isinstance(args[0], Operand):
-            return function(*args, **kwargs)
-    if name in CUT or not torch.is_grad_enabled():
-        require_no_function()
-        return function(*_plain(args), **_plain_named(kwargs))
-    if name == "requires_grad":
-        return True
-    names = tuple(dict.fromkeys(name for each in watched for name in each.operand.expression.names))
-    rule = RULES.get(function)
-    if name in COPIES or (rule is None and name in VIEWS):
-        return _expression(function, name, args, kwargs, now)  # of parameters alone, whatever the examples are
-    ruled = None if rule is None else _ruled(rule, name, names, args, kwargs)
-    if ruled is None:
-        return _without_rule(function, name, names, args, kwargs, now)
-    output, saved, settle = ruled
-    if function in GIVEN:
-        now.promote(args[0].value, output)
-    elif function in SAME_ROWS and isinstance(args[0], Tensor):
-        now.tracker.label_like(output, args[0])  # of a kernel of our own, whose inside is not followed
-    kind = now.kind((output,))
-    if kind is None:
-        return _expression(function, name, args, kwargs, now)
-    return tapped(now, name, kind, (output,), saved, settle)
+def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Tensor | None = None) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        name = _name(function)
+        watched: list[TrackedParameter] = []
+        others: list[Tensor] = []
+        args = tuple(_opened(argument, watched, others) for argument in args)
+        kwargs = {key: _opened(argument, watched, others) for key, argument in kwargs.items()}
+        now = watched[0].now
+        if kwargs.get("inplace") and isinstance(args[0], Expression):  # what it was made of is needed as it was
+            kwargs["inplace"] = False
+        if name in ("view_as", "reshape_as", "type_as"):  # of the other, a shape or a type is read, and no number
+            args, kwargs, others = (args[0], *_plain(args[1:])), _plain(kwargs), []
+            if not isinstance(args[0], Expression):
+                return function(*args, **kwargs)
+        if name in CUT or not torch.is_grad_enabled():
+            require_no_function()
+            return function(*_plain(args), **_plain(kwargs))
+        if name == "requires_grad":
+            return True
+        if function not in GIVEN and all(now.tracker.labels.get(each) is None for each in others):
+            return _of_parameters(function, name, args, kwargs, now)
+        ruled = _ruled(function, name, watched, args, kwargs)
+        if ruled is None:
+            return _without_rule(function, name, args, kwargs, now)
+        output, saved, settle = ruled
+        if function in GIVEN:
+            now.promote(args[0].value, output, like)
+        elif function in SAME_ROWS and isinstance(args[0], Tensor):
+            now.tracker.label_like(output, args[0])  # of a kernel of our own, whose inside is not followed
+        axes = now.axes((output,))
+        if not axes:
+            return _of_parameters(function, name, args, kwargs, now)
+        return tapped(now, name, axes, (output,), saved, settle)[0]
 
 
 def require_no_function() -> None:
@@ -313,10 +293,13 @@ def require_no_function() -> None:
         frame = frame.f_back
 
 
-def _ruled(rule: Rule, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Ruled:
+def _ruled(
+    function: Any, name: str, watched: Sequence[TrackedParameter], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Ruled:
     try:
-        return rule(*args, **kwargs)
+        return RULES[function](*args, **kwargs) if function in RULES else None
     except TypeError as problem:
+        names = dict.fromkeys(name for each in watched for name in each.expression.names)
         raise UnsupportedUse(f"{name} of {', '.join(names)}: {problem}") from problem
 
 
@@ -326,17 +309,15 @@ def _plainly(index: Any) -> bool:
     return all(one is None or one is Ellipsis or type(one) in (int, slice) for one in each)
 
 
-def _out_of_place(name: str, changed: Operand) -> Any:
+def _out_of_place(name: str, changed: Expression) -> Any:
     """What makes anew what a function of the first argument, which is one of parameters, changes in place; None if it
     changes nothing. What was changed is needed as it was."""
     in_place = name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if not in_place:
         return None
-    expression = changed.expression
-    form = expression.form if isinstance(expression, Derived) else None
-    anew = _plain_form(name)
-    if anew is None or isinstance(form.root if isinstance(form, View) else expression, Whole):
-        raise UnsupportedUse(f"{name} changes {expression.names[0]} in place")
+    anew, view = _plain_form(name), changed.view if isinstance(changed, Derived) else None
+    if anew is None or isinstance(changed if view is None else view.root, Whole):
+        raise UnsupportedUse(f"{name} changes {changed.names[0]} in place")
     return anew
 
 
@@ -364,41 +345,41 @@ def _name(function: Any) -> str:
     return function.__self__.__name__ if name == "__get__" else name
 
 
-def _opened(argument: Any, watched: list[TrackedParameter]) -> Any:
+def _opened(argument: Any, watched: list[TrackedParameter], others: list[Tensor]) -> Any:
+    """With expressions in place of tracked parameters, which are listed; and so are other tensors."""
     if isinstance(argument, TrackedParameter):
         watched.append(argument)
-        return argument.operand
+        return argument.expression
     if type(argument) in (list, tuple):
-        return type(argument)(_opened(each, watched) for each in argument)
+        return type(argument)(_opened(each, watched, others) for each in argument)
+    if isinstance(argument, Tensor):
+        others.append(argument)
     return argument
 
 
-def _plain(args: Sequence[Any]) -> list[Any]:
-    return [type(a)(_plain(a)) if type(a) in (list, tuple) else value_of(a) for a in args]
+def _plain(argument: Any) -> Any:
+    """With values in place of expressions."""
+    if type(argument) in (list, tuple):
+        return type(argument)(_plain(each) for each in argument)
+    if type(argument) is dict:
+        return {key: _plain(each) for key, each in argument.items()}
+    return value_of(argument)
 
 
-def _plain_named(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: _plain([argument])[0] for key, argument in kwargs.items()}
-
-
-def _without_rule(
-    function: Any, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any], now: Pass
-) -> Any:
-    leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
+def _without_rule(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
+    leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Expression))
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    result = function(*_plain(args), **_plain_named(kwargs))
+    result = function(*_plain(args), **_plain(kwargs))
     found, shape = tree_flatten(result)
     outputs = [place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not outputs:
         return result
-    kind = now.kind([found[place] for place in outputs], [leaves[place] for place in tensors])
-    if kind is None:
-        return _expression(function, name, args, kwargs, now)
-    saved = [leaves[place] for place in tensors]
-    settle = partial(_settle, function, leaves, spec, tensors, outputs)
+    axes, saved = now.axes([found[place] for place in outputs]), [leaves[place] for place in tensors]
+    if not axes:
+        return _of_parameters(function, name, args, kwargs, now)
+    settle = partial(_settle, function, leaves, spec, tensors, outputs, axes, [now.axis(each) for each in saved])
     cut = [found[place].clone() for place in outputs]
-    reached = tapped(now, name, kind, cut, saved, settle)
-    for place, tensor in zip(outputs, (reached,) if len(outputs) == 1 else reached, strict=True):
+    for place, tensor in zip(outputs, tapped(now, name, axes, cut, saved, settle), strict=True):
         found[place] = tensor
     return tree_unflatten(found, shape)
 
@@ -406,16 +387,17 @@ def _without_rule(
 def _settle(
     function: Any,
     leaves: list[Any],
-    spec: Any,
+    spec: TreeSpec,
     tensors: list[int],
     outputs: list[int],
-    kind: Kind,
-    examples: int,
+    axes: Sequence[Axis],
+    others_axes: Sequence[Axis | None],
+    _: Axis,
     saved: Sequence[Tensor],
-    signals: Sequence[Tensor],
+    *signals: Tensor,
 ) -> Pulled:
     """Any function: its own derivative, taken of one example at a time."""
-    operands = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
+    operands = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Expression)]
     values = [leaves[place].value for place in operands]
 
     def outputs_of(others: Sequence[Tensor], *values: Tensor) -> tuple[Tensor, ...]:
@@ -430,12 +412,11 @@ def _settle(
         back: Callable[..., tuple[Tensor, ...]] = vjp(partial(outputs_of, others), *values)[1]
         return back(tuple(signals))
 
-    axes = kind.operands
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
-    others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
-    back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
+    others = [t if axis is None else axis.alone(t) for t, axis in zip(saved, others_axes, strict=True)]
+    back = [axis.alone(signal) for axis, signal in zip(axes, signals, strict=True)]
     with _drawing_nothing(function):
-        each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
+        each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in others_axes], 0), chunk_size=chunk)
         found = each(others, back)
     for place, gradients in zip(operands, found, strict=True):
         yield leaves[place], Dense(gradients)
@@ -455,10 +436,10 @@ def _drawing_nothing(function: Any) -> Iterator[None]:
         ) from problem
 
 
-def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
-    """A function of parameters alone: watched again, each tensor that it gives."""
+def _of_parameters(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
+    """A function of parameters alone: each tensor that it gives is tracked again."""
     found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
-        if isinstance(leaf, Operand):
-            found[place] = TrackedParameter.of(standardised(leaf.expression, now.environment), leaf.value, now)
+        if isinstance(leaf, Derived):
+            found[place] = TrackedParameter.of(standardised(leaf), now)
     return tree_unflatten(found, shape)
