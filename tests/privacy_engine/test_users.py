@@ -5,17 +5,15 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from conftest import make_toy
+from users_one_by_one import LOSS, MODELS, OWNERS, one_by_one
 from vestige import PrivacyEngine
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.users.ownership import RowsOfEach
 from vestige.priced_questions import AllocatedGaussian, GroupedGaussian, SampledGaussian, TruncatedGaussian
 
-LOSS = nn.functional.cross_entropy
-OWNERS = np.repeat(np.arange(17), [1, 7, 4, 3, 5, 2, 6, 1, 4, 3, 7, 2, 1, 6, 4, 3, 1])
 BOUND, LR, BATCH = 1.0, 0.5, 30
 
 
@@ -91,37 +89,6 @@ def test_blanking_a_user_moves_a_step_by_as_many_bounds_as_rows_were_drawn(optio
 # --- users are sampled ------------------------------------------------------------------------------------------------
 
 
-class Words(nn.Module):
-    """A table that is read and multiplied by, as in a language model, and an output in another order of axes."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(11, 6)
-
-    def forward(self, x):
-        words = self.table((10 * x).long().abs() % 11).tanh()
-        return (words @ self.table.weight.t()).mean(dim=1)
-
-
-def convolutions():
-    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
-
-
-MODELS = {"mlp": lambda: make_toy()[0], "words": Words, "convolutions": convolutions}
-
-
-def one_by_one(model, inputs, targets, rows, bound):
-    """In float64, each user's mean gradient alone: their clipped sum."""
-    net, total = copy.deepcopy(model).double(), 0.0
-    for user in np.unique(OWNERS[rows]):
-        mine = torch.from_numpy(rows[OWNERS[rows] == user])
-        x = inputs[mine].double()
-        gradients = torch.autograd.grad(LOSS(net(x), targets[mine]), list(net.parameters()))
-        vector = torch.cat([each.flatten() for each in gradients])
-        total = total + vector * min(1.0, bound / float(vector.norm()))
-    return total
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("part", "cap"), [(None, None), (6, None), (None, 2)])
@@ -150,7 +117,7 @@ def test_a_step_is_the_clipped_sum_of_users_one_by_one(name, part, cap, reductio
     moved = [
         (b - a).detach().double().flatten() / LR for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     ]
-    wanted = one_by_one(plain, inputs, targets, rows, size) / (0.5 * 17)
+    wanted = one_by_one(plain, (inputs, targets), rows, size) / (0.5 * 17)
     torch.testing.assert_close(torch.cat(moved), wanted, rtol=1e-3, atol=1e-7)
 
 

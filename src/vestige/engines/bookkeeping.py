@@ -28,6 +28,7 @@ from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradient_forms import Gradient, change
 from vestige.engines.per_example.parameter_expressions import full_precision
+from vestige.engines.per_example.sums_of_users import UserRows, summable
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference, placed
@@ -131,15 +132,18 @@ def add_weighted(
     into: Tensor | ShardedSum,
     examples: int,
     real: Tensor | None = None,
+    users: UserRows | None = None,
 ) -> Tensor:
     """Clip gradients in factored form and add their sum to `into`; return the norms, as an `Engine` does.
 
     `real` says which examples are there; the others count as unusable. It is given by who owns the batch: what the pass
-    saved is then changed in place.
+    saved is then changed in place. Where the gradients are those of rows of `users`, an example is a user.
     """
     kept, into = into, into if isinstance(into, Tensor) else into.like
     with torch.no_grad(), full_precision(into):
-        norms = _norms(gradients, layout, into, examples)
+        if users is not None:
+            gradients = {name: summable(gradient) for name, gradient in gradients.items()}
+        norms = _norms(gradients, layout, into, examples, users)
         if real is not None:
             norms = torch.where(real[:, None], norms, torch.inf)
         suspect = ~norms.isfinite().all(dim=1)
@@ -147,15 +151,20 @@ def add_weighted(
         # would end the capture of a CUDA graph; there every example is blanked or kept, at the price of a copy.
         blank = real is not None or (into.is_cuda and torch.cuda.is_current_stream_capturing())
         if not blank and bool(suspect.any()):
-            norms[suspect] = _norms(_selected(gradients, suspect), layout, into, int(suspect.sum()))
+            rows = suspect if users is None else users.of_rows(suspect, False)
+            few, own = _selected(gradients, rows), None if users is None else users.among(suspect)
+            norms[suspect] = _norms(few, layout, into, int(suspect.sum()), own)
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
-            gradients = _blanked(gradients, suspect, in_place=real is not None)
+            unusable = suspect if users is None else users.of_rows(suspect, True)
+            gradients = _blanked(gradients, unusable, in_place=real is not None)
         exact = weights(clip, norms) * slack(into)
         constants, place = layout.distinct_constants
         # One constant or several, the kernels are as many; multiplied before it is rounded.
         scaled = exact * constants[0] if len(constants) == 1 else exact * _scales(constants, into.device)[:, None, None]
         factors = scaled.to(into.dtype).mT.contiguous().view(len(constants), *exact.t().shape)
+        if users is not None:
+            factors = users.of_rows(factors, 0.0)
         for s in layout.segments:
             if s.name in gradients or kept is not into:
                 with placed(kept, s) as where:
@@ -164,12 +173,15 @@ def add_weighted(
     return norms
 
 
-def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, examples: int) -> Tensor:
+def _norms(
+    gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, examples: int, users: UserRows | None
+) -> Tensor:
     present = [s for s in layout.segments if s.name in gradients]
     if not present:
         return into.new_zeros(examples, layout.groups, dtype=torch.float64)
     unit = torch.finfo(into.dtype).eps
-    each = torch.stack([gradients[s.name].norms(unit) for s in present], dim=1)
+    found = [gradients[s.name] for s in present]
+    each = torch.stack([g.norms(unit) if users is None else users.norms(g, unit) for g in found], dim=1)
     # The constants are in float64, so that the product is: one kernel, balanced or not.
     scales = None if layout.constants is None else _scales(tuple(s.scale for s in present), into.device)
     squares = (each.double() if scales is None else each * scales).square()

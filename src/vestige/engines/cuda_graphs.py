@@ -44,10 +44,14 @@ MOST_GRAPHS, FEW = 64, 8
 """Graphs that are kept; and rows that a GPU takes in hardly more time than one."""
 
 
-def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]:
-    """The sizes to capture for Poisson samples that are taken whole, or in parts of at most so many: largest first."""
-    mean, deviation = population * rate, sqrt(population * rate * (1 - rate))
-    sizes = {min(population, max(2, ceil(mean + each * deviation))) for each in DEVIATIONS}
+def sizes_of(
+    population: int, rate: float, part: int | None = None, mean: float = 1.0, square: float = 1.0
+) -> list[int]:
+    """The sizes to capture for Poisson samples that are taken whole, or in parts of at most so many: largest first.
+    Where each of the population has several rows, with this `mean` and mean `square`, sizes are numbers of rows."""
+    likely, deviation = population * rate * mean, sqrt(population * rate * (1 - rate) * square)
+    most = round(population * mean)
+    sizes = {min(most, max(2, ceil(likely + each * deviation))) for each in DEVIATIONS}
     if part is not None and part < max(sizes):  # what is left over of a sample is as likely to be small as large
         sizes = {max(2, ceil(part * place / MOST_SIZES)) for place in range(1, MOST_SIZES + 1)}
     return sorted(sizes, reverse=True)

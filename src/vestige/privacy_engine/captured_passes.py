@@ -54,12 +54,14 @@ from vestige.engines.example_axis.labels import NotApart, Rows, untracked
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass, full_precision
+from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for_certain
 from vestige.privacy_engine.call_arguments import Call
+from vestige.privacy_engine.microbatches import Microbatch
 from vestige.privacy_engine.row_labels import Tracking
 from vestige.tf32 import without_tf32
 
@@ -148,14 +150,18 @@ class Replay:
         """The same pass, run again as it is: its gradients in factored form, of the examples alone."""
         return self.owner.again(self)
 
-    def clip(self, examples: int, into: RunningSum) -> None:
+    def has_room(self, part: Microbatch) -> bool:
+        """Whether all users of a part, if it is one of users, can be clipped here."""
+        return sum(users for users, _ in part.users) <= self.owner.places(self.graphs.rows)
+
+    def clip(self, part: Microbatch, into: RunningSum) -> None:
         if self.owner.room.within is not self:
             raise ValueError("this step is about a forward pass of the model that is over: run it again")
         into.settle()
-        self.owner.weigh(examples)
+        self.owner.weigh(part)
         self.graphs.clip.replay()
         self.graphs.timer.stop()
-        into.lend(examples, self.owner.total)
+        into.lend(part.size, self.owner.total)
 
     def over(self) -> None:
         if self.owner.room.within is self:
@@ -192,6 +198,8 @@ class CapturedPasses:
     taps: Taps
     total: Callable[[], Tensor]
     """Where passes leave their clipped sums, each until the next."""
+    users: RowCounts | None = None
+    """Where users with several rows are clipped."""
     _forms: dict[Hashable, list[CapturedForm]] = field(default_factory=dict)
     """By what a form of call takes for granted, for several lengths of its texts."""
     _state: Hashable = None
@@ -269,7 +277,8 @@ class CapturedPasses:
 
     def _size(self, rows: int) -> int:
         """Of the graph that suits so many rows: one of those that were announced, or more."""
-        return next((size for size in reversed(self.sizes) if size >= rows), padded_size(rows))
+        size = next((size for size in reversed(self.sizes) if size >= rows), padded_size(rows))
+        return size if self.users is None else self.users.whole(size)
 
     def _capture(self, form: CapturedForm, sizes: Sequence[int]) -> None:
         """As far as there is time."""
@@ -375,6 +384,7 @@ class CapturedForm:
         self._load(call.leaves)
         self.ends: list[Tensor] = []
         self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
+        self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
@@ -547,12 +557,25 @@ class CapturedForm:
         self.total.zero_()
         with torch.no_grad(), full_precision(self.total):
             gradients = {name: combine(parts) for name, parts in self._live[2].items()}
-        real = self._places[:rows] < self._count
-        add_weighted(gradients, self.owner.clip, self.owner.layout, self.total, rows, real)
+        clip, layout, users = self.owner.clip, self.owner.layout, self.owner.users
+        if users is None:
+            add_weighted(gradients, clip, layout, self.total, rows, self._places[:rows] < self._count)
+            return
+        counts = self._rows_of_users[: self.places(rows)]
+        own = UserRows(counts, rows, users.most, users.equal)
+        add_weighted(gradients, clip, layout, self.total, len(counts), counts > 0, own)
 
-    def weigh(self, examples: int) -> None:
-        """Rows beyond these have no weight: they fill up a part that has fewer than two of its own."""
-        self._count.fill_(examples)
+    def places(self, rows: int) -> int:
+        """How many users can be clipped in a graph of so many rows; none where rows are."""
+        return 0 if self.owner.users is None else self.owner.users.places(rows)
+
+    def weigh(self, part: Microbatch) -> None:
+        """Rows beyond the part's own have no weight: they fill up one that has fewer than two, or are nobody's."""
+        self._count.fill_(part.size)
+        if self.owner.users is None:
+            return
+        counts = part.rows_of_each()
+        self._rows_of_users.zero_()[: len(counts)].copy_(counts, non_blocking=True)
 
     def again(self, replay: Replay) -> Uses:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), _disable_current_modes():

@@ -26,6 +26,7 @@ from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import sizes_of
 from vestige.engines.independence import require_finite, require_independent
+from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.per_example.taps import floating
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
@@ -309,12 +310,19 @@ class PrivacyEngine(HoldsKey):
             loop.forget()
         each = max(1, people // group.size)
         sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
-        plain = self._audit is None and not owned.samples_users
+        whose, plain = owned.rows_of_each(self._randomness), self._audit is None
+        counts = None if whose is None or whose.mean == 1 else RowCounts(whose.numbers)
+        if counts is not None:
+            most = min(filter(None, (physical_batch, max_batch and max_batch * counts.most)), default=None)
+            sizes = [counts.whole(size) for size in sizes_of(each, rate, most, counts.mean, counts.mean_square)]
+            plain = counts.even(sizes[0])
         recorded = sizes if self._cuda_graphs and loop is None and plain else ()
         planted = None
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(whole.parameters()).device, self._canary_key)
-        passes = Passes(whole, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop)
+        passes = Passes(
+            whole, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop, counts
+        )
         passes.tracking.unproved = self._collates and data_loader.num_workers > 0  # which run it where nobody follows
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from vestige.privacy_engine.row_labels import Tracking
@@ -39,6 +41,11 @@ class Microbatch:
         """How many rows are handed out: at least two, so that an axis of examples can be told from one of a single
         entry. Rows beyond the part's own are real ones of weight zero."""
         return max(2, self.size)
+
+    def rows_of_each(self) -> Tensor:
+        """The number of rows of each of its users, in the order of the rows."""
+        users, rows = torch.tensor(self.users, dtype=torch.long).view(-1, 2).unbind(1)
+        return rows.repeat_interleave(users)
 
 
 class MicrobatchQueue:

@@ -29,6 +29,7 @@ from vestige.engines.example_axis.labels import Mixed, NotApart, Rows
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass
+from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, compiled_in, device_of, modules_of
@@ -141,15 +142,16 @@ class Passes:
         tokens: int | None = None,
         canaries: Canaries | None = None,
         sharded: ShardedLoop | None = None,
+        users: RowCounts | None = None,
     ) -> None:
         """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
-        itself; `canaries` take the places of rows in the parts that name them. Of a `sharded` module this is about the
-        twin that its passes run in."""
+        itself; `canaries` take the places of rows in the parts that name them; `users` with several rows are clipped
+        once each. Of a `sharded` module this is about the twin that its passes run in."""
         self.module, self.layout, self.sharded = module, layout, sharded
         self._vector: Tensor | None = None
         self.tracking = Tracking(self, tokens)
         self._taps = Taps(module, layout)
-        self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._taps, self.vector)
+        self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._taps, self.vector, users)
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
         self.total: RunningSum | ShardedSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
@@ -275,9 +277,11 @@ class Passes:
     def _shares(self, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
         """What the passes since the last call of `step` left, few examples at once: each call adds some."""
         for each in self._pending:
+            if each.replay is not None and not each.replay.has_room(each.part):
+                each.take_out()
             if each.replay is not None:
                 if each.part.size:
-                    yield partial(each.replay.clip, each.part.size, total)  # type: ignore[arg-type]
+                    yield partial(each.replay.clip, each.part, total)  # type: ignore[arg-type]
                 each.replay.over()
             elif each.part.size and each.part.users:
                 yield from self._shares_of_users(each, total)
@@ -299,19 +303,20 @@ class Passes:
                     yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows, blank)
 
     def _shares_of_users(self, each: Pending, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
-        """Each user is an example: the gradients of the user's rows add up before their norm is taken, as several uses
-        of a parameter do."""
+        """Each user is an example: the gradients of the user's rows add up before their norm is taken."""
+        gradients = {name: combine(uses) for name, uses in each.uses.items()}
         first = 0
         for users, rows in each.part.users:
-            for few in torch.arange(users).split(LARGEST_SUM):
-                last = first + len(few) * rows
-                turns = [itemgetter(slice(first + turn, last, rows)) for turn in range(rows)]
-                gradients = {
-                    name: combine([change(use, turn) for use in uses for turn in turns])
-                    for name, uses in each.uses.items()
-                }
-                yield partial(add_weighted, gradients, self._clip, self.layout, total.place(len(few)), len(few))
-                first = last
+            at_once = max(1, LARGEST_SUM // rows)
+            for some in range(0, users, at_once):
+                few = min(at_once, users - some)
+                cut = itemgetter(slice(first, first + few * rows))
+                own = {name: change(gradient, cut) for name, gradient in gradients.items()}
+                counts = torch.full((few,), rows, device=self.device)
+                whose = None if rows == 1 else UserRows(counts, few * rows, rows, equal=True)
+                place = total.place(min(few * rows, LARGEST_SUM))
+                yield partial(add_weighted, own, self._clip, self.layout, place, few, None, whose)
+                first += few * rows
 
     def taken(self) -> tuple[int, Tensor]:
         """SENSITIVE: a complete draw and its clipped sum, which is then forgotten here."""
@@ -511,8 +516,9 @@ class Passes:
 
     def _weights(self, part: Microbatch) -> Tensor:
         """Of each row of a part of users: one over the number of the user's rows."""
-        each = [1 / rows for users, rows in part.users for _ in range(users * rows)]
-        return torch.tensor(each + [0.0] * (part.rows - part.size), device=self.device)
+        each = [(users * rows, 1 / rows) for users, rows in part.users] + [(part.rows - part.size, 0.0)]
+        counts, weights = (torch.tensor(column) for column in zip(*each, strict=True))
+        return weights.repeat_interleave(counts).to(self.device, non_blocking=True)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
