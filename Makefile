@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 # Tiny tensors: two processes gain more than a second thread in each.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# Compiled files are kept, also where the environment says no: tests start some processes of their own.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: run test test-slow faults lint check format docs dist clean
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case, item in found.items():
             if (case in named) == (mark == "nightly"):
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, the files of tests/processes go to one worker: what they start is started once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/processes" if file.startswith("tests/processes/") else file
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -37,9 +37,9 @@ class Gang:
     def __init__(self, size: int, limit: float = 60.0) -> None:
         # A server that has imported everything forks them: that is faster than to start each anew.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["vestige.training.run", "vestige.privacy_engine.engine", "torch.distributed.fsdp"]
-        )
+        preloaded = "vestige.training.run vestige.privacy_engine.engine torch.distributed.fsdp torch._dynamo"
+        preloaded += " vestige.finetuning.job peft accelerate lightning.pytorch"  # those that are installed
+        context.set_forkserver_preload(preloaded.split())
         meeting = Path(mkdtemp()) / "meeting"
         self.pipes, self.processes = [], []
         for rank in range(size):
@@ -150,7 +150,7 @@ def train(
         model = nn.parallel.DistributedDataParallel(model)
     if callable(method):
         method = method()
-    given = {"noise_multiplier": 1.0, "delta": 1e-3, "sample_rate": 0.25, "steps": 12, "reproducible": 3, **options}
+    given = {"noise_multiplier": 1.0, "delta": 1e-3, "sample_rate": 0.25, "steps": 6, "reproducible": 3, **options}
     rows = data(examples, data_seed)
     if arrange is not None:
         rows = ARRANGED[arrange](rows)

@@ -99,7 +99,7 @@ def loop(
     *,
     spoil: bool = False,
     evaluate: bool = False,
-    epochs: int = 2,
+    epochs: int = 1,
     closure: bool = False,
     **given: Any,
 ) -> dict[str, Any]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from functools import cache
+import re
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "vestige"
 REPLACED = {
@@ -20,17 +17,16 @@ REPLACED = {
 """What was replaced, and by what."""
 
 
-@cache
 def defined() -> dict[str, list[str]]:
     """Where each class, function and module is defined."""
-    kinds, found = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef), dict[str, list[str]]()
+    found: dict[str, list[str]] = {}
     for path in SOURCE.rglob("*.py"):
-        names = {path.stem} | {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)}
-        for name in names:
+        for name in {path.stem, *re.findall(r"^ *(?:async )?(?:def|class) (\w+)", path.read_text(), flags=re.M)}:
             found.setdefault(name, []).append(path.relative_to(SOURCE).as_posix())
     return found
 
 
-@pytest.mark.parametrize("word", REPLACED)
-def test_a_replaced_name_does_not_come_back(word):
-    assert word not in defined(), f"say {REPLACED[word]}, not {word}, in {defined()[word]}"
+def test_a_replaced_name_does_not_come_back():
+    found = defined()
+    assert "train" in found
+    assert not [f"say {REPLACED[word]}, not {word}, in {found[word]}" for word in REPLACED if word in found]

@@ -98,10 +98,11 @@ def test_another_number_of_processes_resumes(two, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["sma-dp-sgd", "dp-adamw"])
+@pytest.mark.nightly("dp-adamw")
 def test_a_sharded_run_resumes(two, tmp_path, method):
-    wanted = process_gang.train(method, steps=18)
-    options = {"out": str(tmp_path / "run"), "steps": 18, "kind": "sharded"}
-    two(process_gang.train, method, stop=7, **options)
+    wanted = process_gang.train(method, steps=10)
+    options = {"out": str(tmp_path / "run"), "steps": 10, "kind": "sharded"}
+    two(process_gang.train, method, stop=4, **options)
     found = two(process_gang.train, method, resume=True, **options)
     assert not isinstance(found[0], Failed), found[0]
     assert torch.allclose(found[0]["path"][-1], wanted["path"][-1], atol=TOLERANCE)

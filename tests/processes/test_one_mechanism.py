@@ -34,6 +34,11 @@ def alone(method="dp-sgd", **options):
     return process_gang.train(method, **options)
 
 
+@cache
+def together(gang, method="dp-sgd", **options):
+    return gang(process_gang.train, method, **options)
+
+
 def same(found, wanted, tolerance=TOLERANCE):
     for each in found:
         assert not isinstance(each, process_gang.Failed), each
@@ -57,8 +62,9 @@ def test_rows_that_cannot_be_read_stop_no_process(two):
 @pytest.mark.parametrize(
     "options",
     [{"sample": "users", "max_physical_batch_size": 3}, {"sample": "users", "cap": 2}, {"rows_per_user": 3, "cap": 2}],
-    ids=str,
+    ids=["users", "users, capped", "rows"],
 )
+@pytest.mark.nightly("users, capped")
 def test_two_processes_keep_users_whole(two, options):
     """A user's rows are averaged and clipped by one process, or the run would be another."""
     wanted = process_gang.train(users=USERS, **options)
@@ -77,6 +83,7 @@ def test_users_are_not_for_sharded_models(two):
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 @pytest.mark.nightly(
     "replicated-fo-dp-sgd",
+    "replicated-dpsur",
     "replicated-dp-adamw",
     "replicated-dp-bandmf",
     "sharded-dp-adamw",
@@ -84,7 +91,7 @@ def test_users_are_not_for_sharded_models(two):
     "sharded-dp-bandmf",
 )
 def test_two_processes_make_the_run_of_one(two, method, kind):
-    same(two(process_gang.train, method, kind=kind), alone(method))
+    same(together(two, method, kind=kind), alone(method))
 
 
 def test_four_processes_make_the_run_of_one(four):
@@ -139,7 +146,7 @@ def test_every_example_has_one_process(two):
 def test_memory_and_optimizer_are_divided(two):
     """FO-DP-SGD's window of seven, and its trend, cost each process half."""
     whole = alone("fo-dp-sgd")["memory"]
-    halves = [each["memory"] for each in two(process_gang.train, "fo-dp-sgd", kind="sharded")]
+    halves = [each["memory"] for each in together(two, "fo-dp-sgd", kind="sharded")]
     assert whole["past"] == (7, 268)
     assert [each["past"][0] for each in halves] == [7, 7]
     assert sum(each["past"][1] for each in halves) == 268
@@ -210,7 +217,12 @@ def test_a_users_loop(two, kind):
         assert each["head"] == wanted["head"]
 
 
-@pytest.mark.parametrize("options", [{"sample": "users"}, {"sample": "users", "cap": 2}, {"rows_per_user": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"sample": "users"}, {"sample": "users", "cap": 2}, {"rows_per_user": 3}],
+    ids=["users", "users, capped", "rows"],
+)
+@pytest.mark.nightly("users")
 def test_a_users_loop_keeps_users_whole(two, options):
     """Of two processes each has whole users, in parts of at most four rows or of one user."""
     wanted = process_gang.loop(users=USERS, **options)
