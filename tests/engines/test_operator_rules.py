@@ -214,6 +214,15 @@ def calls() -> dict[str, list[Call]]:
     ]
     made["parts"] += [Call(lambda x: x[:, 1:] * 2, "f3", True), Call(lambda x: x.select(2, 0) * 2, "f3", True)]
     made["parts"] += [Call(lambda x, d=d: x.unfold(d, 2, 1) * 2, "f3", True) for d in range(3)]
+    slices: list[Any] = [slice(1, None), (slice(None), slice(1, None)), (slice(None), slice(None), slice(1, None))]
+    slices += [(slice(None), slice(0)), (slice(None), slice(None, None, 2)), (slice(None), 0), (..., 1), 1]
+    made["writes to parts"] = [
+        Call(lambda x, at=at: _written(torch.zeros(x.shape, dtype=x.dtype), lambda z: z.__setitem__(at, x[at])), "f3")
+        for at in slices
+    ]
+    made["writes to parts"] += [
+        Call(lambda x, y, at=at: _written(x, lambda z: z.__setitem__(at, y[at])), "f3 f3") for at in slices
+    ]
     made["recurrence"] = [
         Call(lambda x, h, w, k=k, n=n: _steps(k, n, x, h, None, w)[0], "f4 f3 f3") for k, n in GATES.items()
     ]

@@ -1,6 +1,7 @@
 """Is a step on the user's own passes the step that one example at a time would make?"""
 
 import copy
+import gc
 import warnings
 
 import numpy as np
@@ -289,6 +290,23 @@ def test_a_forward_pass_that_fails_leaves_the_model_as_it_was(problem):
         same_step(model, optimizer, x, y)
         assert {name: id(p) for name, p in model.named_parameters()} == own
         assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_a_pass_holds_is_free_when_its_loss_is():
+    """Without a garbage collection: on a GPU that may come late, and memory is what limits a batch."""
+    _, model, optimizer, loader = private(*fresh("mlp"))
+    gc.collect()
+    gc.disable()
+    try:
+        alive = []
+        for x, y in loader:
+            LOSS(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            alive.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert len(set(alive[1:])) == 1
 
 
 def test_a_backward_pass_that_fails_leaves_nothing():

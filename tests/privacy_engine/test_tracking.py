@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_toy
-from loops import LOSS, flat, moved, oracle, private
+from loops import LOSS, flat, moved, oracle, private, same_step_of
 from vestige import PrivacyEngine
 
 
@@ -584,6 +584,50 @@ def test_a_collate_fn_is_followed():
         assert "# mixes" in linecache.getline(__file__, line)
     status, detail = stated(data, by_numpy)["loss_per_example"]
     assert (status, detail) == ("assumed", "a collate_fn of your own makes each row of its own example alone")
+
+
+class Shifting(nn.Module):
+    """Targets shifted by one place, as encoder-decoder models do, whatever their length."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 6), nn.Linear(6, 7)
+
+    def forward(self, x, y):
+        ids = y[:, None] + (x > 0)
+        shifted = ids.new_zeros(ids.shape)
+        shifted[:, 1:] = ids[:, :-1].clone()
+        shifted[:, 0] = 2
+        return self.head(self.table(shifted) + x[..., None]).mean(1)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_targets_that_are_shifted_inside_the_model(length):
+    x, y = make_toy()[1]
+    _, model, optimizer, loader = private(Shifting(), (x[:, :length], y))
+    same_step_of(lambda m, a, b: F.cross_entropy(m(a, b), b), model, optimizer, *next(iter(loader)))
+
+
+class ShiftedAcross(nn.Module):
+    """A shift by one place of a flattened batch: the first place of a row takes the last one of the row before it."""
+
+    def __init__(self, learned):
+        super().__init__()
+        self.before, self.head = nn.Linear(1, 1) if learned else nn.Identity(), nn.Linear(5, 3)
+
+    def forward(self, x):
+        flat = self.before(x.reshape(-1, 1)).clone()
+        earlier = flat.clone()
+        flat[1:] = earlier[:-1]
+        return self.head(flat.view(x.shape))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_shift_of_a_flattened_batch_is_refused(learned):
+    _, model, optimizer, loader = private(ShiftedAcross(learned))
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="takes entries of several examples"):
+        F.cross_entropy(model(x), y).backward()
 
 
 # --- a loop that ended in an error --------------------------------------------------------------------------------------

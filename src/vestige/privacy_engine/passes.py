@@ -8,6 +8,7 @@ not come through the private loader, is refused before anything is released.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -76,6 +77,10 @@ class Pending:
             self.add(replay.again())
 
 
+class Tasks(dict[int, Uses | None]):
+    """What each backward pass through a forward pass has brought so far; None if that is in the graphs' memory."""
+
+
 @dataclass
 class Open:
     """A forward pass of the user's."""
@@ -84,8 +89,7 @@ class Open:
     shapes: Shapes
     """Of what the model was called with, but for the rows."""
     stack: ExitStack = field(default_factory=ExitStack)
-    tasks: dict[int, Uses | None] = field(default_factory=dict)
-    """What each backward pass through it has brought so far; None if that is in the graphs' memory."""
+    tasks: Tasks = field(default_factory=Tasks)
     replay: Replay | None = None
     expected: tuple[int, int] | None = None
     """What public tensors were promoted to rows by, in the forward pass."""
@@ -363,6 +367,7 @@ class Passes:
                     if isinstance(problem, TypeError):
                         raise
                     way = ALONE if isinstance(problem, NotApart) and not problem.unknown else ONE_BY_ONE
+                    way += LABELS if "labels" in call.names.values() else ""
                     raise ValueError(f"the model cannot be made private in this loop: {problem}. {way}") from None
                 torch.set_rng_state(draws[0])
                 if draws[1] is not None:
@@ -441,11 +446,10 @@ class Passes:
         return found
 
     def _pass(self, forward: Callable[..., Any], call: Call, label: Rows, promoting: bool) -> Any:
-        opened: Open
-        rows, args = label.count, call.with_leaves(call.leaves)
+        rows, args, tasks = label.count, call.with_leaves(call.leaves), Tasks()
         with self.tracking.model(rows, label.batch, promoting) as tracker:
-            now = Pass(rows, self.point(), tracker, lambda uses: self._deliver(opened, uses))
-            opened = Open(now, self._shapes(call), expected=tracker.expected)
+            now = Pass(rows, self.point(), tracker, partial(self._deliver, weakref.ref(tasks)))
+            opened = Open(now, self._shapes(call), tasks=tasks, expected=tracker.expected)
             with self._taps.watching(now):
                 outputs = forward(*args[0], **args[1])
             require_unwritten(self.module, tracker, now.environment)
@@ -562,24 +566,24 @@ class Passes:
         with _disable_current_modes():
             opened.tasks[task] = replay.back(signals)
 
-    def _deliver(self, opened: Open, uses: Mapping[str, Gradient]) -> None:
-        """Sorted by backward pass; one that fails leaves nothing."""
-        self._add(opened, torch._C._current_graph_task_id(), uses)
-
-    def _add(self, opened: Open, task: int, uses: Mapping[str, Gradient]) -> None:
-        if task not in opened.tasks:
+    def _deliver(self, tasks: weakref.ref[Tasks], uses: Mapping[str, Gradient], task: int | None = None) -> None:
+        """Sorted by backward pass; one that fails leaves nothing. `tasks` are those of a pass, which they do not keep
+        alive: what it saved for the backward pass goes when the user's loss does."""
+        found, task = tasks(), torch._C._current_graph_task_id() if task is None else task
+        if found is None or task not in found:
             raise ValueError(
                 "the loss uses something from inside the private model that is not one of its outputs: return it from "
                 "the model's forward, with a row for each example"
             )
-        held = opened.tasks[task]
+        held = found[task]
         assert held is not None, "a captured pass delivers nothing"
         for name, gradient in uses.items():
             held.setdefault(name, []).append(gradient)
 
     def _finish(self, opened: Open, part: Microbatch, task: int) -> None:
         if opened.replay is None:
-            delivers, opened.now.deliver = opened.now.deliver, partial(self._add, opened, task)
+            delivers = opened.now.deliver
+            opened.now.deliver = partial(self._deliver, weakref.ref(opened.tasks), task=task)
             opened.now.settle()
             opened.now.deliver = delivers
         opened.stack.close()
@@ -588,6 +592,7 @@ class Passes:
         self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
 
 
+LABELS = ". If it is about the labels: call the model without them, and take the loss of its logits"
 ALONE = "No example's influence can be bounded: compute it of each example by itself"
 
 

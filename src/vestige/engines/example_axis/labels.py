@@ -72,7 +72,7 @@ class Mixed:
 Label = Rows | Mixed
 
 
-class NotApart(Exception):
+class NotApart(ValueError):
     """A value that must be one example's own is not, or (`unknown`) cannot be proved to be."""
 
     def __init__(self, problem: str | Mixed, unknown: bool = False) -> None:
@@ -211,11 +211,18 @@ class Labels:
             unit = max(1, offset + sum(max(n - 1, 0) * s for n, s in zip(sizes, strides, strict=True)) + 64)
             return Region(-label.first * unit, unit, label.count, label.batch)
         unit = strides[label.axis] * label.inner
-        region = Region(offset - label.first * unit, unit, label.count, label.batch)
-        return region if unit and (0 in sizes or region.rows(geometry) == label) else None
+        if not unit:
+            return None
+        for start in (offset - offset % unit, offset):  # what lies before a part in its unit is that example's, too
+            region = Region(start - label.first * unit, unit, label.count, label.batch)
+            if 0 in sizes or region.rows(geometry) == label:
+                return region
+        return None
 
     def write(self, tensor: Tensor, label: Label | None) -> None:
         """Something with this label was written to a tensor; its storage may hold more than that."""
+        if not tensor.numel():
+            return
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         whole = tensor.numel() * tensor.element_size() == storage.nbytes()
@@ -231,7 +238,7 @@ class Labels:
             elif memory is not None:
                 del self._memory[storage._cdata]
             return
-        if label is None or label == self.get(tensor):
+        if label is None or (isinstance(label, Rows) and label == self.get(tensor)):
             return
         where = label.plain() if isinstance(label, Mixed) else mixed("a write", "puts examples beside others")
         memory.region, memory.known = where, {}
