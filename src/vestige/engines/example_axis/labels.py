@@ -417,7 +417,7 @@ class Tracker(TorchDispatchMode):
         written = written_by(func, args, kwargs)
         self.labels.no_identity(written)
         for tensor in written:
-            self.labels.write(tensor, labels[0])
+            self.labels.write(tensor, self._beside_reads(tensor, labels[0], args))
         held = {tensor.untyped_storage()._cdata for tensor in written}
         for tensor, label in zip(outputs, labels, strict=True):
             if isinstance(tensor, Tensor) and label is not None and tensor.untyped_storage()._cdata not in held:
@@ -427,6 +427,19 @@ class Tracker(TorchDispatchMode):
             if made_of and made_of[0] is not None and all(made_of):
                 self.scalars[found.untyped_storage()._cdata] = made_of[0]
         return found
+
+    def _beside_reads(self, written: Tensor, label: Label | None, args: Any) -> Label | None:
+        """The label of what was written. Where another argument is a view of the same memory, some of it may have been
+        read after it was written: that is harmless only if it belongs to the same examples before and after."""
+        if not isinstance(label, Rows) or label == self.labels.get(written):
+            return label
+        storage, geometry = written.untyped_storage()._cdata, geometry_of(written)
+        for each in args:
+            if not isinstance(each, Tensor) or each.layout != torch.strided:
+                continue
+            if each.untyped_storage()._cdata == storage and geometry_of(each) != geometry:
+                return mixed("a write", "reads examples from where it puts others")
+        return label
 
     def read(self, func: Any) -> None:
         """An operator shows Python a value of an example."""
