@@ -659,3 +659,29 @@ class PaddedPositions(nn.Module):
 def test_a_padding_row_of_public_positions_has_no_gradient():
     torch.manual_seed(41)
     silent(PaddedPositions(), (torch.randn(6, 4, 3), torch.randn(6, 2)), loss=square)
+
+
+class ChangedInPlace(nn.Module):
+    """An activation is changed in place by a parameter, and used by another name."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.head, self.scale, self.change = nn.Linear(3, 2), nn.Parameter(torch.tensor([2.0, 3.0])), change
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = torch.sin(self.head(input)) * 1.0
+        before = hidden
+        self.change(hidden, self.scale)
+        return before
+
+
+def augmented(hidden: Tensor, scale: Tensor) -> None:
+    hidden *= scale
+
+
+@pytest.mark.parametrize(
+    "change", [Tensor.mul_, Tensor.add_, Tensor.sub_, Tensor.div_, augmented, lambda h, s: h.add_(s, alpha=3)]
+)
+def test_an_activation_is_changed_in_place(change):
+    torch.manual_seed(42)
+    silent(ChangedInPlace(change), (torch.randn(6, 3), torch.randn(6, 2)), loss=square)

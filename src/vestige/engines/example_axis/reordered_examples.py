@@ -15,30 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed, untracked
-
-
-class Op(Protocol):
-    """What is read here of a call of an operator (`rules.Op`)."""
-
-    tracker: Tracker
-    func: Any
-    given: dict[str, Any]
-    found: Any
-
-    def __getitem__(self, name: str) -> Any: ...
-
-    def label(self, name: str) -> Rows | None: ...
-
-    def labelled(self) -> list[tuple[Tensor, Rows]]: ...
-
-    def mixed(self, why: str = ..., unknown: bool = ...) -> Mixed: ...
-
+from vestige.engines.example_axis.operator_calls import Op
 
 NOBODY = Rows(0, 1, 1, 0)
 WHY = "puts examples in another order"
@@ -128,7 +111,7 @@ def sorted_examples(op: Op) -> Any:
 
 def moved(op: Op) -> Label | None:
     """The label that an operator gives which puts examples in another order, or back in place; None if it does not."""
-    name = op.func.overloadpacket.__name__.rstrip("_")
+    name = op.name.rstrip("_")
     get = op.tracker.labels.get
     if name in ("_to_copy", "clone"):
         return get(op["self"])

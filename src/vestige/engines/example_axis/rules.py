@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from vestige.engines.example_axis.labels import (
     Label,
@@ -27,122 +28,32 @@ from vestige.engines.example_axis.labels import (
     mixed,
     spared,
 )
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, labelled_tensors, outputs_of
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, sorted_examples
 
 MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_add_", "index_put", "_index_put_impl_")
 """Operators that may put rows in another order, or back in place."""
-Labeller = Callable[["Op"], Any]
+Given = Label | None | list[Label | None]
+Labeller = Callable[[Op], Given]
+Indices = Sequence[Any]
+"""Tensors, or None for an axis that is kept whole."""
 """From a call of an operator to the label of its output, or of each of its outputs."""
-
-
-class Op:
-    """One call of an operator: its arguments by name, what it gave, and the labels of its tensors."""
-
-    __slots__ = ("found", "func", "given", "tracker")
-
-    def __init__(self, tracker: Tracker, func: Any, given: dict[str, Any], found: Any) -> None:
-        self.tracker, self.func, self.given, self.found = tracker, func, given, found
-
-    def __getitem__(self, name: str) -> Any:
-        return self.given[name]
-
-    def label(self, name: str) -> Rows | None:
-        """Of an argument that is public or rows: mixed ones never get here."""
-        tensor = self.given.get(name)
-        return self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None  # type: ignore[return-value]
-
-    def mixed(self, why: str = "mixes examples", unknown: bool = False) -> Mixed:
-        return mixed(self.func.overloadpacket.__name__, why, unknown)
-
-    def public(self, *names: str) -> bool:
-        """Whether none of these arguments depends on an example: weights, statistics, tables."""
-        return all(self.label(name) is None for name in names)
-
-    def labelled(self) -> list[tuple[Tensor, Rows]]:
-        """The tensors that are rows, lists of them included."""
-        return labelled_tensors(self.tracker, tuple(self.given.values()), {})  # type: ignore[return-value]
-
-    def meet(self, *named: tuple[str, Rows | None]) -> Label | None:
-        """One label for all: they must be the same."""
-        found: Rows | None = None
-        for _, label in named:
-            if label is not None and label.axis < 0:
-                return self.mixed("combines one example with others")
-            if label is None or label == found or (found is not None and _of_one(found, label)):
-                continue
-            if found is not None:
-                return self.mixed(_difference(found, label))
-            found = label
-        return found
-
-    def broadcast(self, shape: Sequence[int], tensors: Sequence[Any]) -> Label | None:
-        """The label of a function of numbers in the same place."""
-        found: Rows | None = None
-        for tensor in tensors:
-            label = self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None
-            if label is None or isinstance(label, Mixed):
-                continue
-            if label.axis < 0:
-                return self.mixed("combines one example with others")
-            axis = label.axis + len(shape) - tensor.dim()
-            if shape[axis] != tensor.shape[label.axis] and label.count > 1:
-                return self.mixed("spreads one example over the others")
-            moved = label.at(axis)
-            if found is None:
-                found = moved
-            elif moved != found and not _of_one(found, moved):
-                return self.mixed(_difference(found, moved))
-        return found
-
-
-def _of_one(one: Rows, other: Rows) -> bool:
-    """Whether both are of the only example of the same batch, along whichever axis."""
-    return one.count == other.count == 1 and one.batch == other.batch
-
-
-def _difference(one: Rows, other: Rows) -> str:
-    if one.batch != other.batch:
-        return "combines rows of different batches"
-    return "combines rows of different examples"
-
-
-_NAMES: dict[Any, tuple[tuple[str, Any], ...]] = {}
-
-
-def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by their names in the schema, with defaults."""
-    names = _NAMES.get(func)
-    if names is None:
-        schema = func._schema.arguments
-        names = _NAMES[func] = tuple(
-            (each.name, each.default_value if each.has_default_value() else None) for each in schema
-        )
-    given = {name: args[place] if place < len(args) else default for place, (name, default) in enumerate(names)}
-    given.update(kwargs)
-    return given
-
-
-def labelled_tensors(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Tensor, Label]]:
-    flat = [one for each in (*args, *kwargs.values()) for one in (each if isinstance(each, list | tuple) else (each,))]
-    found = [(each, tracker.labels.get(each)) for each in flat if isinstance(each, Tensor)]
-    return [(tensor, label) for tensor, label in found if label is not None]
 
 
 def ruled(labeller: Labeller) -> Rule:
     """The rule of an operator whose labels `labeller` makes of those of its arguments. What is made of mixed values is
     mixed."""
 
-    def rule(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    def rule(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         found = func(*args, **kwargs)
         arguments = [label for _, label in labelled_tensors(tracker, args, kwargs)]
         problem = first_mixed(arguments)
-        op = Op(tracker, func, bound(func, args, kwargs), found)
+        op = Op(tracker, func, args, kwargs, found)
         given = labeller(op) if problem is None else problem.plain()
-        if isinstance(problem, Ordered) or (type(given) is Mixed and func.overloadpacket.__name__ in MOVES):
+        if isinstance(problem, Ordered) or (type(given) is Mixed and op.name in MOVES):
             given = moved(op) or given
-        outputs = found if isinstance(found, tuple | list) else (found,)
-        several = type(given) in (list, tuple) and not isinstance(given, Rows)
-        labels: list[Any] = list(given) if several else [given] * len(outputs)  # type: ignore[arg-type]
+        outputs = op.outputs
+        labels = given if isinstance(given, list) else [given] * len(outputs)
         if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
             labels = [_whole(each, arguments[0]) for each in outputs]
         tracker.finish(func, found, labels, args, kwargs)
@@ -166,37 +77,33 @@ def _whole(found: Any, label: Label) -> Label | None:
     return Rows(0, max(1, len(found)), 1, label.batch) if found.dim() else Rows(-1, 1, 1, label.batch)
 
 
-def unlabelled(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+def unlabelled(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Views, whose labels belong to their memory, and operators that look at shapes alone."""
     return func(*args, **kwargs)
 
 
-def unknown(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     found = func(*args, **kwargs)
     label = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
-    outputs = found if isinstance(found, tuple | list) else (found,)
-    return tracker.finish(func, found, [label] * len(outputs), args, kwargs)
+    return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
 
 
-def read(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Python looks at a value, or at a size that depends on values."""
     if func is torch.ops.aten._local_scalar_dense.default and spared(func):
         return func(*args, **kwargs) if tracker.answer is None else tracker.answer
     tracker.read(func)
     found = func(*args, **kwargs)
-    outputs = found if isinstance(found, tuple | list) else (found,)
     label = mixed(func.overloadpacket.__name__, "has a size that depends on the examples", unknown=True)
-    return tracker.finish(func, found, [label] * len(outputs), args, kwargs)
+    return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
 
 
 # --- numbers in the same place ----------------------------------------------------------------------------------------
 
 
-def pointwise(op: Op) -> Any:
+def pointwise(op: Op) -> Given:
     tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-    outputs = op.found if isinstance(op.found, tuple) else (op.found,)
-    made = [op.broadcast(each.shape, tensors) if isinstance(each, Tensor) else None for each in outputs]
-    return made if isinstance(op.found, tuple) else made[0]
+    return [op.broadcast(each.shape, tensors) if isinstance(each, Tensor) else None for each in op.outputs]
 
 
 def copied(op: Op) -> Label | None:
@@ -208,7 +115,7 @@ def overwritten(op: Op) -> Label | None:
     return op.broadcast(op["self"].shape, [op.given.get("value"), op.given.get("p")])
 
 
-def loss(op: Op) -> Any:
+def loss(op: Op) -> Given:
     """A loss of numbers in the same place: rows without a reduction, everybody's with one."""
     if op["reduction"] == 0:
         return pointwise(op)
@@ -218,32 +125,26 @@ def loss(op: Op) -> Any:
     return op.mixed("is a reduction over the batch")
 
 
-def loss_backward(op: Op) -> Label | None:
-    return op.broadcast(op.found.shape, [each for each in op.given.values() if isinstance(each, Tensor)])
-
-
-def nll(op: Op) -> Any:
+def nll(op: Op) -> Given:
     """[rows, classes, ...] and targets [rows, ...]."""
     label = _of_targets(op)
     if op["reduction"] == 0 or not isinstance(label, Rows):
-        return label, label if isinstance(label, Mixed) else None
-    return (op.mixed("is a reduction over the batch"),) * 2
+        return [label, label if isinstance(label, Mixed) else None]
+    return op.mixed("is a reduction over the batch")
 
 
 def _of_targets(op: Op) -> Label | None:
-    label = op.meet(("self", op.label("self")), ("target", op.label("target")))
+    label = op.meet(op.label("self"), op.label("target"))
     apart = not isinstance(label, Rows) or (label.axis == 0 and op["self"].dim() > 1)
     return label if apart and op.public("weight") else op.mixed()
 
 
-def nll_backward(op: Op) -> Label | None:
+def nll_backward(op: Op) -> Given:
     """A gradient for every target, or one for all; a mean divides by everybody's weights, which is a mixed argument."""
-    label = _of_targets(op)
-    own = op.label("grad_output")
-    return label if own is None or isinstance(label, Mixed) else op.meet(("self", label), ("grad", own))
+    return op.meet(_of_targets(op), op.label("grad_output"))
 
 
-def connectionist(op: Op) -> Any:
+def connectionist(op: Op) -> Given:
     """Connectionist temporal classification of [time, rows, classes]; targets [rows, length]."""
     label = op.label("log_probs")
     targets = op.label("targets")
@@ -251,10 +152,10 @@ def connectionist(op: Op) -> Any:
     others = (targets, op.label("input_lengths"), op.label("target_lengths"))
     if not padded or label is None or any(each is not None and each != label.at(0) for each in others):
         return op.mixed("is not known of targets that are joined", unknown=True)
-    if op.func.overloadpacket.__name__ == "_ctc_loss_backward":
+    if op.name == "_ctc_loss_backward":
         own = op.label("grad")
         return label if own is None or own == label.at(0) else op.mixed()
-    return label.at(0), label.at(0)
+    return [label.at(0), label.at(0)]
 
 
 # --- along axes -------------------------------------------------------------------------------------------------------
@@ -266,7 +167,7 @@ def _dims(given: Any, rank: int) -> set[int]:
     return {each % max(rank, 1) for each in (given if isinstance(given, list | tuple) else [given])}
 
 
-def reduced(op: Op) -> Any:
+def reduced(op: Op) -> Given:
     """A reduction over some axes."""
     label, tensor = op.label("self"), op["self"]
     if label is None:
@@ -283,72 +184,75 @@ def reduced(op: Op) -> Any:
     return label.at(label.axis - sum(dim < label.axis for dim in dims))
 
 
-def along(op: Op) -> Any:
-    """Numbers along an axis are combined, and the axis stays."""
-    label = op.label("self") if "self" in op.given else op.meet(*((name, op.label(name)) for name in op.given))
-    if not isinstance(label, Rows):
-        return label
-    tensor = op["self"] if "self" in op.given else next(each for each in op.given.values() if isinstance(each, Tensor))
-    dims = op.given["dims"] if "dims" in op.given else op.given.get("dim")
-    return label if label.axis not in _dims(dims, tensor.dim()) else op.mixed()
+def along(op: Op) -> Given:
+    """Numbers along an axis are combined, and the axis stays; backward too, of several tensors of one rank."""
+    rows = op.labelled()
+    dims = op["dims"] if "dims" in op.given else op.given.get("dim")
+    return op.off(op.meet(*(label for _, label in rows)), _dims(dims, rows[0][0].dim()))
 
 
-def sorted_along(op: Op) -> Any:
+def sorted_along(op: Op) -> Given:
     return sorted_examples(op) or along(op)
 
 
-def along_backward(op: Op) -> Any:
-    """The same, of several tensors of one shape."""
-    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-    label = op.broadcast(op.found.shape, tensors)
-    dims = _dims(op["dim"], op.found.dim())
-    return label if not isinstance(label, Rows) or label.axis not in dims else op.mixed()
+def apart(op: Op, axes: int) -> Given:
+    """Each entry of the first so many axes is taken by itself, of all tensors that have examples."""
+    rows = op.labelled()
+    given, label = rows[0][0], op.meet(*(label for _, label in rows))
+    if not isinstance(label, Rows):
+        return label
+    if label.axis >= axes or not op.public("weight", "bias", "input_bias", "hidden_bias"):
+        return op.mixed()
+
+    def kept(found: Any) -> Label | None:
+        if not isinstance(found, Tensor) or not found.numel():
+            return None
+        same = found.dim() > label.axis and found.shape[label.axis] == given.shape[label.axis]
+        return label if same else op.mixed()
+
+    return [kept(each) for each in op.outputs]
 
 
-def _kept(op: Op, label: Rows, given: Tensor, found: Any) -> Label | None:
-    """An output that has the example axis where an argument has it."""
-    if not isinstance(found, Tensor) or not found.numel():
-        return None
-    kept = found.dim() > label.axis and found.shape[label.axis] == given.shape[label.axis]
-    return label if kept else op.mixed()
+def first_axis(op: Op) -> Given:
+    return apart(op, 1) if max(each.dim() for each, _ in op.labelled()) > 1 else op.mixed()
 
 
 def last_axes(count: int) -> Labeller:
     """Each entry of the axes before the last `count` ones is taken by itself: pools, triangles, matrix functions."""
 
-    def labeller(op: Op) -> Any:
-        tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-        rows = op.labelled()
-        label = op.meet(*(("", label) for _, label in rows))
-        if not isinstance(label, Rows):
-            return label
-        rank = rows[0][0].dim()
-        crossed = op.given.get("dim", -1) % rank  # of a cross product
-        if label.axis >= rank - count or label.axis == crossed or any(each.dim() != rank for each, _ in rows):
+    def labeller(op: Op) -> Given:
+        ranks = {each.dim() for each, _ in op.labelled()}
+        rank = min(ranks)
+        if len(ranks) > 1:
             return op.mixed()
-        if any(each.dim() > rank for each in tensors):
+        if any(isinstance(each, Tensor) and each.dim() > rank for each in op.given.values()):
             return op.mixed("spreads one example over the others")
-        outputs = op.found if isinstance(op.found, tuple) else (op.found,)
-        made = [_kept(op, label, rows[0][0], each) for each in outputs]
-        return made if isinstance(op.found, tuple) else made[0]
+        return apart(op, rank - count)
 
     return labeller
 
 
-def first_axis(op: Op) -> Any:
-    """Each entry of the first axis is taken by itself, of all tensors that have examples."""
-    rows = op.labelled()
-    label = op.meet(*(("", label) for _, label in rows))
-    if not isinstance(label, Rows):
-        return label
-    if label.axis or max(each.dim() for each, _ in rows) < 2 or not op.public("weight", "bias"):
-        return op.mixed()
-    outputs = op.found if isinstance(op.found, tuple) else (op.found,)
-    made = [_kept(op, label, rows[0][0], each) for each in outputs]
-    return made if isinstance(op.found, tuple) else made[0]
+def cross(op: Op) -> Given:
+    made = last_axes(2)(op)
+    return op.off(made[0], _dims(op["dim"], op.found.dim())) if isinstance(made, list) else made
 
 
-def padded(op: Op) -> Any:
+def layer_norm(op: Op) -> Given:
+    return last_axes(len(op["normalized_shape"]))(op)
+
+
+def of_input(labeller: Labeller) -> Labeller:
+    """Gradients of the input, then those of weight and bias, which are sums over the batch."""
+
+    def backward(op: Op) -> Given:
+        made = labeller(op)
+        first = made[0] if isinstance(made, list) else made
+        return [first] + [op.mixed("is a sum over the batch")] * (len(op.found) - 1)
+
+    return backward
+
+
+def padded(op: Op) -> Given:
     label, pad = op.label("self"), op["pad"]
     if label is None:
         return None
@@ -356,7 +260,7 @@ def padded(op: Op) -> Any:
     return label if not any(pad[behind : behind + 2]) else op.mixed()
 
 
-def repeated(op: Op) -> Any:
+def repeated(op: Op) -> Given:
     label, counts = op.label("self"), op["repeats"]
     if label is None:
         return None
@@ -384,42 +288,38 @@ def _alone(tensor: Tensor, label: Rows) -> bool:
     return label.axis < 0 or (label.count > 1 and tensor.shape[label.axis] <= label.inner)
 
 
-def joined(op: Op) -> Any:
+def joined(op: Op) -> Given:
     """`cat` along another axis keeps rows; along the examples' own, whole batches follow each other."""
     tensors, dim = op["tensors"], op.given.get("dim", 0)
     sizes = {each.shape[dim] for each in tensors if each.dim() > 1 or len(each)}
     alone = _one_after_the_other(op, tensors, dim % op.found.dim(), next(iter(sizes), 1)) if len(sizes) == 1 else None
     if alone is not None:
         return alone
-    pairs = [(each, op.tracker.labels.get(each)) for each in tensors if each.dim() > 1 or len(each)]
-    label = op.meet(*(("", label) for _, label in pairs))  # type: ignore[arg-type]
-    if not isinstance(label, Rows):
-        return label
-    if dim % op.found.dim() != label.axis:
+    filled = [each for each in tensors if each.dim() > 1 or len(each)]
+    label = op.meet(*map(op.tracker.labels.get, filled))
+    if not isinstance(label, Rows) or dim % op.found.dim() != label.axis:
         return label
     cycle = label.inner * label.count
-    return label if label.first == 0 and all(t.shape[label.axis] % cycle == 0 for t, _ in pairs[:-1]) else op.mixed()
+    return label if label.first == 0 and all(t.shape[label.axis] % cycle == 0 for t in filled[:-1]) else op.mixed()
 
 
-def stacked(op: Op) -> Any:
+def stacked(op: Op) -> Given:
     dim = op.given.get("dim", 0) % op.found.dim()
     alone = _one_after_the_other(op, op["tensors"], dim, 1)
     if alone is not None:
         return alone
-    label = op.meet(*(("", op.tracker.labels.get(each)) for each in op["tensors"]))  # type: ignore[arg-type]
-    if not isinstance(label, Rows):
-        return label
-    return label.at(label.axis + (dim <= label.axis))
+    label = op.meet(*map(op.tracker.labels.get, op["tensors"]))
+    return label.at(label.axis + (dim <= label.axis)) if isinstance(label, Rows) else label
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(op: Op, one: Rows | None, other: Rows | None, ranks: tuple[int, int]) -> Any:
+def _product(op: Op, one: Rows | None, other: Rows | None, ranks: tuple[int, int]) -> Label | None:
     """Of matrices, or of stacks of them: only axes that are not contracted may be the examples'."""
     left, right = ranks
     if one is not None and other is not None:
-        both = op.meet(("", one), ("", other))
+        both = op.meet(one, other)
         stacks = isinstance(both, Rows) and one.axis < left - 2 and other.axis < right - 2
         return both if stacks else op.mixed() if not isinstance(both, Mixed) else both
     if one is not None:
@@ -432,7 +332,7 @@ def _product(op: Op, one: Rows | None, other: Rows | None, ranks: tuple[int, int
     return None
 
 
-def multiplied(op: Op) -> Any:
+def multiplied(op: Op) -> Given:
     first, second = ("mat1", "mat2") if "mat1" in op.given else ("self", "mat2")
     if "batch1" in op.given:
         first, second = "batch1", "batch2"
@@ -450,19 +350,10 @@ def multiplied(op: Op) -> Any:
     axis = added.axis + op.found.dim() - op["self"].dim()
     if op["self"].shape[added.axis] != op.found.shape[axis] and added.count > 1:
         return op.mixed("spreads one example over the others")
-    return op.meet(("", label), ("", added.at(axis)))
+    return op.meet(label, added.at(axis))
 
 
-def linear(op: Op) -> Any:
-    """An input of any rank times a weight that is nobody's."""
-    label = op.label("input") if "input" in op.given else op.label("self")
-    tensor = op["input"] if "input" in op.given else op["self"]
-    if label is None or not op.public("weight", "bias") or label.axis == tensor.dim() - 1:
-        return op.mixed()
-    return label
-
-
-def outer_distances(op: Op) -> Any:
+def outer_distances(op: Op) -> Given:
     one, other = op.label("x1"), op.label("x2")
     rank = op["x1"].dim()
     if op["x2"].dim() != rank:
@@ -470,17 +361,17 @@ def outer_distances(op: Op) -> Any:
     if one is not None and other is None:
         kept = one.axis <= rank - 2 and op.found.shape[one.axis] == op["x1"].shape[one.axis]
         return one if kept else op.mixed()
-    label = op.meet(("", one), ("", other))
+    label = op.meet(one, other)
     if not isinstance(label, Rows):
         return label
     apart = label.axis < rank - 2 and op["x1"].shape[label.axis] == op["x2"].shape[label.axis]
     return label if apart else op.mixed()
 
 
-def distances_backward(op: Op) -> Any:
+def distances_backward(op: Op) -> Given:
     """The gradient of the first argument of `outer_distances`, by those of all distances of its rows."""
     rows, rank = op.labelled(), op["x1"].dim()
-    label = op.meet(*(("", label) for _, label in rows))
+    label = op.meet(*(label for _, label in rows))
     if not isinstance(label, Rows):
         return label
     sizes = {each.shape[label.axis] for each, _ in rows}
@@ -489,50 +380,10 @@ def distances_backward(op: Op) -> Any:
     return label if stacks and same else op.mixed()
 
 
-def routed(op: Op) -> Any:
-    """Each row times the matrix of its expert (`per_example.rules.routed`)."""
-    label = op.meet(("", op.label("input")), ("", op.label("index")))
-    apart = not isinstance(label, Rows) or (label.axis == 0 and op["index"].dim() == 1)
-    return label if apart and op.public("weight") else op.mixed()
-
-
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def convolution(op: Op) -> Any:
-    label = op.label("input") if "input" in op.given else op.label("self")
-    if not op.public("weight", "bias") or label is None or label.axis != 0:
-        return op.mixed()
-    return label
-
-
-def convolution_backward(op: Op) -> Any:
-    label = op.meet(("", op.label("grad_output")), ("", op.label("input")))
-    if isinstance(label, Mixed) or op.label("weight") is not None:
-        return [op.mixed()] * 3
-    own = label if label is None or label.axis == 0 else op.mixed()
-    return [own, op.mixed("is a sum over the batch"), op.mixed("is a sum over the batch")]
-
-
-def layer_norm(op: Op) -> Any:
-    label = op.label("input")
-    apart = label is None or label.axis < op["input"].dim() - len(op["normalized_shape"])
-    return [label if apart and op.public("weight", "bias") else op.mixed()] * len(op.found)
-
-
-def norm_backward(op: Op) -> Any:
-    """Gradients of the input, then of weight and bias, which are sums over the batch."""
-    gradient = op["grad_out"]
-    label = op.meet(("", op.label("grad_out")), ("", op.label("input")))
-    if not op.public("weight", "bias"):
-        label = op.mixed()
-    if isinstance(label, Rows):
-        behind = len(op["normalized_shape"]) if "normalized_shape" in op.given else gradient.dim() - 1
-        label = label if label.axis < gradient.dim() - behind else op.mixed()
-    return [label] + [op.mixed("is a sum over the batch")] * (len(op.found) - 1)
-
-
-def batch_norm(op: Op) -> Any:
+def batch_norm(op: Op) -> Given:
     """By statistics of the batch only where each example has channels of its own, as in an instance norm."""
     label = op.label("input")
     training = op.given.get("training", op.given.get("train", True))
@@ -551,17 +402,16 @@ def batch_norm(op: Op) -> Any:
     return [apart, *[statistics] * (len(op.found) - 1)] if isinstance(op.found, tuple) else apart
 
 
-def batch_norm_backward(op: Op) -> Any:
-    label = op.meet(("", op.label("grad_out")), ("", op.label("input")))
-    train = op.given.get("train", True)
+def batch_norm_input(op: Op) -> Given:
+    label = op.meet(op.label("grad_out"), op.label("input"))
     if not op.public("weight", "running_mean", "running_var"):
-        label = op.mixed()
-    if isinstance(label, Rows) and (label.axis == 1) is not bool(train):
-        label = op.mixed("normalises by statistics of the batch")
-    return [label] + [op.mixed("is a sum over the batch")] * (len(op.found) - 1)
+        return op.mixed()
+    if isinstance(label, Rows) and (label.axis == 1) is not bool(op.given.get("train", True)):
+        return op.mixed("normalises by statistics of the batch")
+    return label
 
 
-def attention(op: Op) -> Any:
+def attention(op: Op) -> Given:
     """Queries, keys, values, masks and what comes back: each entry of the first axis by itself."""
     label: Rows | None = None
     rows = op["query"].shape[0]
@@ -569,7 +419,7 @@ def attention(op: Op) -> Any:
         if own.axis or each.dim() < 3 or len(each) != rows:
             return op.mixed()
         if label is not None and own != label:
-            return op.mixed(_difference(label, own))
+            return op.mixed(difference(label, own))
         label = own
 
     def labelled(each: Any) -> Label | None:
@@ -580,7 +430,7 @@ def attention(op: Op) -> Any:
     return [labelled(each) for each in op.found]
 
 
-def recurrent(op: Op) -> Any:
+def recurrent(op: Op) -> Given:
     """A frozen recurrent layer over [time, examples, width], or batch first; states are [layers, examples, width]."""
     label = op.label("input")
     first = bool(op.given.get("batch_first"))
@@ -597,61 +447,53 @@ def recurrent(op: Op) -> Any:
     return made + [op.mixed() if isinstance(each, Tensor) else None for each in op.found[3:]]
 
 
-def recurrence(op: Op) -> Any:
+def recurrence(op: Op) -> Given:
     """All steps of a layer over [steps, directions, rows, width], and back; states are [directions, rows, width]."""
-    named = [("", own.at(own.axis + 4 - each.dim()) if own.axis >= 0 else own) for each, own in op.labelled()]
-    label = op.meet(*named)
+    label = op.meet(*(own.at(own.axis + 4 - each.dim()) if own.axis >= 0 else own for each, own in op.labelled()))
     if not op.public("weight", "bias", "projection") or (isinstance(label, Rows) and label.axis != 2):
         return op.mixed()
     return [label.at(each.dim() - 2) for each in op.found] if isinstance(label, Rows) else label
 
 
-def fused_cell(op: Op) -> Any:
-    rows = op.labelled()
-    label = op.meet(*(("", label) for _, label in rows))
-    apart = not isinstance(label, Rows) or (label.axis == 0 and all(each.dim() == 2 for each, _ in rows))
-    return label if apart else op.mixed()
-
-
 # --- gathers and scatters ---------------------------------------------------------------------------------------------
 
 
-def looked_up(op: Op) -> Any:
-    """Rows of a table that is nobody's, by indices of any rank."""
-    return op.mixed() if op.label("weight") is not None else op.label("indices")
+def looked_up(tables: str, index: str) -> Labeller:
+    """Entries of tables that are public, by indices, or by numbers, of any rank."""
+    return lambda op: op.label(index) if op.public(*tables.split()) else op.mixed()
 
 
-def gathered(op: Op) -> Any:
+def gathered(op: Op) -> Given:
     own, index, dim = op.label("self"), op.label("index"), op["dim"] % max(op["self"].dim(), 1)
     if own is None:
         return index
     if own.axis == dim or op.found.shape[own.axis] != op["self"].shape[own.axis]:
         return op.mixed()
-    return op.meet(("", own), ("", index))
+    return op.meet(own, index)
 
 
-def scattered(op: Op) -> Any:
-    dim = op["dim"] % max(op["self"].dim(), 1)
-    named = [("", op.label(name)) for name in ("self", "index", "src", "source")]
-    label = op.meet(*named)
-    return label if not isinstance(label, Rows) or label.axis != dim else op.mixed()
+def scattered(op: Op) -> Given:
+    label = op.meet(*map(op.label, ("self", "index", "src", "source")))
+    return op.off(label, _dims(op["dim"], op["self"].dim()))
 
 
-def selected(op: Op) -> Any:
+def selected(op: Op) -> Given:
     own, index, dim = op.label("self"), op.label("index"), op["dim"] % max(op["self"].dim(), 1)
     if own is None:
         return None if index is None else index.at(dim)
     return own if index is None and own.axis != dim else op.mixed()
 
 
-def added_at(op: Op) -> Any:
-    dim = op["dim"] % max(op["self"].dim(), 1)
-    label = op.meet(("", op.label("self")), ("", op.label("source")))
-    apart = op.public("index", "value") and (not isinstance(label, Rows) or label.axis != dim)
-    return label if apart else op.mixed()
+def added_at(op: Op) -> Given:
+    label = op.meet(op.label("self"), op.label("source"))
+    return op.off(label, _dims(op["dim"], op["self"].dim())) if op.public("index", "value") else op.mixed()
 
 
-def _index_shape(indices: Sequence[Any]) -> tuple[list[int], list[int], int, bool]:
+def _masks(indices: Indices) -> list[Tensor]:
+    return [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+
+
+def _index_shape(indices: Indices) -> tuple[list[int], list[int], int, bool]:
     """Places of the indices, the shape they are broadcast to, where it comes to lie, and whether they are adjacent."""
     places = [place for place, each in enumerate(indices) if each is not None]
     shape = list(torch.broadcast_shapes(*(indices[place].shape for place in places)))
@@ -659,10 +501,10 @@ def _index_shape(indices: Sequence[Any]) -> tuple[list[int], list[int], int, boo
     return places, shape, places[0] if adjacent else 0, adjacent
 
 
-def _indexed(op: Op, indices: Sequence[Any]) -> Any:
+def _indexed(op: Op, indices: Indices) -> Label | None:
     """Where the example axis lies in `self[indices]`."""
     own = op.label("self")
-    if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
+    if _masks(indices):
         if own is None or own.axis >= len(indices) or indices[own.axis] is None:
             masks = [each for each in indices if each is not None]
             public = all(op.tracker.labels.get(each) is None for each in masks)
@@ -687,7 +529,7 @@ def _indexed(op: Op, indices: Sequence[Any]) -> Any:
         if shape[moved.axis] != indices[place].shape[label.axis] and label.count > 1:
             return op.mixed("spreads one example over the others")
         if within is not None and moved != within:
-            return op.mixed(_difference(within, moved))
+            return op.mixed(difference(within, moved))
         within = moved
     if own is not None and own.axis not in places:
         if within is not None:
@@ -708,9 +550,8 @@ def _identity(op: Op, index: Tensor, size: int) -> int | None:
     return axes[0] if len(axes) == 1 and index.stride(axes[0]) == 1 and index.shape[axes[0]] == size else None
 
 
-def indexed(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
-    masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
-    if any(tracker.labels.get(each) is not None for each in masks):
+def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    if any(tracker.labels.get(each) is not None for each in _masks(args[1])):
         return read(tracker, func, args, kwargs)  # how much is chosen depends on values, be they of one example
     label = tracker.one_example(args, kwargs)
     if label is not None:
@@ -718,15 +559,15 @@ def indexed(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
     return _INDEX(tracker, func, args, kwargs)
 
 
-def written_at(op: Op) -> Any:
+def written_at(op: Op) -> Given:
     """`self[indices] = values`: values must come to the rows that they are of."""
     indices, values = op["indices"], op["values"]
     own, given = op.label("self"), op.label("values")
-    masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+    masks = _masks(indices)
     if masks:
         mask = op.tracker.labels.get(masks[0])
         if len(indices) == 1 and values.numel() == 1 and given is None:  # as masked_fill does
-            label = op.meet(("", own), ("", mask))  # type: ignore[arg-type]
+            label = op.meet(own, mask)
             return label if not isinstance(label, Rows) or label.axis < masks[0].dim() or mask is None else op.mixed()
         return op.mixed("chooses entries by a mask", unknown=True)
     target = _indexed(op, indices) if own is not None else _written_axis(op, indices)
@@ -749,7 +590,7 @@ def written_at(op: Op) -> Any:
     return _home(op, own, target, indices)
 
 
-def _written_axis(op: Op, indices: Sequence[Any]) -> Any:
+def _written_axis(op: Op, indices: Indices) -> Label | None:
     """Where rows would come to lie that are written into something public by indices: by `arange(B)` beside others."""
     places, shape, start, _ = _index_shape(indices)
     labels = [op.tracker.labels.get(indices[place]) for place in places]
@@ -773,7 +614,7 @@ def _written_axis(op: Op, indices: Sequence[Any]) -> Any:
     return op.mixed("puts rows in places that are not their own")
 
 
-def _home(op: Op, own: Rows | None, target: Rows | None, indices: Sequence[Any]) -> Any:
+def _home(op: Op, own: Rows | None, target: Rows | None, indices: Indices) -> Label | None:
     """The label of the whole after a write."""
     if own is not None or target is None:
         return own
@@ -785,7 +626,7 @@ def _home(op: Op, own: Rows | None, target: Rows | None, indices: Sequence[Any])
     return op.mixed("puts rows in places that are not their own")
 
 
-def sliced_backward(op: Op) -> Any:
+def sliced_backward(op: Op) -> Given:
     """The gradient of a part, within zeros of the shape of the whole."""
     label = op.label("grad_output") if "grad_output" in op.given else op.label("grad_in")
     if label is None:
@@ -800,7 +641,7 @@ def sliced_backward(op: Op) -> Any:
     return label._replace(first=0) if in_place else op.mixed()
 
 
-def select_backward(op: Op) -> Any:
+def select_backward(op: Op) -> Given:
     label, sizes = op.label("grad_output"), op["input_sizes"]
     if label is None:
         return None
@@ -810,29 +651,17 @@ def select_backward(op: Op) -> Any:
     return label.at(label.axis + (dim <= label.axis)) if label.axis >= 0 else label
 
 
-def put_in(op: Op) -> Any:
+def put_in(op: Op) -> Given:
     """A part of a tensor is replaced, along another axis than the examples'."""
-    dim, shift = op["dim"] % op["self"].dim(), op.func.overloadpacket.__name__ == "select_scatter"
-    own, given = op.label("self"), op.label("src")
+    dim, given = op["dim"] % op["self"].dim(), op.label("src")
     if given is not None:
-        given = given.at(given.axis + (shift and dim <= given.axis))
-    label = op.meet(("", own), ("", given))
-    return label if not isinstance(label, Rows) or label.axis != dim else op.mixed()
+        given = given.at(given.axis + (op.name == "select_scatter" and dim <= given.axis))
+    return op.off(op.meet(op.label("self"), given), {dim})
 
 
-def renormed(op: Op) -> Any:
+def renormed(op: Op) -> Given:
     label = op.label("self")
     return label if label is None or label.axis == op["dim"] % op["self"].dim() else op.mixed()
-
-
-def taken(op: Op) -> Any:
-    return op.label("index") if op.label("self") is None else op.mixed()
-
-
-def searched(op: Op) -> Any:
-    edges = op["sorted_sequence"] if "sorted_sequence" in op.given else op["boundaries"]
-    apart = op.tracker.labels.get(edges) is None and op.public("sorter")
-    return op.label("self") if apart else op.mixed()
 
 
 # --- which operator has which rule ------------------------------------------------------------------------------------
@@ -846,26 +675,22 @@ TABLE: dict[Labeller, str] = {
     "rrelu_with_noise_functional masked_fill masked_fill_ "
     "polar complex where binary_cross_entropy_with_logits_backward logit_backward lerp_ addcmul_ addcdiv_ nan_to_num_ "
     "hardswish hardsigmoid gelu normal poisson _conj_physical resolve_conj resolve_neg fill "
-    "native_dropout_backward rrelu_with_noise_backward",
+    "native_dropout_backward rrelu_with_noise_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
+    "binary_cross_entropy_backward soft_margin_loss_backward",
     copied: "copy_ copy",
     overwritten: "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_",
     loss: "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits",
-    loss_backward: "mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward "
-    "soft_margin_loss_backward",
     nll: "nll_loss_forward nll_loss2d_forward",
     nll_backward: "nll_loss_backward nll_loss2d_backward",
     connectionist: "_ctc_loss _ctc_loss_backward",
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
     along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll glu _fft_r2c _fft_c2r "
-    "_fft_c2c cumsum_ cumprod_ _safe_softmax",
+    "_fft_c2c cumsum_ cumprod_ _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
     sorted_along: "sort",
-    along_backward: "_softmax_backward_data _log_softmax_backward_data glu_backward",
-    last_axes(
-        1
-    ): "avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d reflection_pad1d "
-    "replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d upsample_nearest1d "
-    "_upsample_nearest_exact1d upsample_linear1d_backward upsample_nearest1d_backward",
+    last_axes(1): "linear avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d "
+    "reflection_pad1d replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d "
+    "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward upsample_nearest1d_backward",
     last_axes(2): "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d_backward "
     "max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward reflection_pad2d "
     "replication_pad2d reflection_pad2d_backward replication_pad2d_backward upsample_bilinear2d upsample_nearest2d "
@@ -873,7 +698,8 @@ TABLE: dict[Labeller, str] = {
     "upsample_bilinear2d_backward upsample_nearest2d_backward upsample_bicubic2d_backward "
     "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d_backward triu tril "
     "linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_solve_ex _linalg_svd linalg_qr _linalg_eigh "
-    "linalg_matrix_exp linalg_solve_triangular cholesky_solve linalg_lu_factor_ex linalg_cross triu_ tril_",
+    "linalg_matrix_exp linalg_solve_triangular cholesky_solve linalg_lu_factor_ex triu_ tril_",
+    cross: "linalg_cross",
     last_axes(3): "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d_backward "
     "max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward upsample_trilinear3d "
     "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
@@ -881,24 +707,22 @@ TABLE: dict[Labeller, str] = {
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
     "multilabel_margin_loss_backward im2col col2im grid_sampler_2d grid_sampler_3d "
     "grid_sampler_2d_backward grid_sampler_3d_backward "
-    "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d",
+    "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d routed _thnn_fused_lstm_cell "
+    "_thnn_fused_gru_cell convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable "
+    "_slow_conv2d_forward thnn_conv2d",
     padded: "constant_pad_nd",
     repeated: "repeat",
     joined: "cat",
     stacked: "stack",
     multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_ baddbmm_",
-    linear: "linear",
-    routed: "routed",
     outer_distances: "_cdist_forward",
     distances_backward: "_cdist_backward",
-    convolution: "convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable "
-    "_slow_conv2d_forward thnn_conv2d",
-    convolution_backward: "convolution_backward",
+    of_input(first_axis): "convolution_backward native_group_norm_backward",
     layer_norm: "native_layer_norm _fused_rms_norm",
-    norm_backward: "native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward",
+    of_input(layer_norm): "native_layer_norm_backward _fused_rms_norm_backward",
     batch_norm: "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update",
-    batch_norm_backward: "native_batch_norm_backward cudnn_batch_norm_backward",
+    of_input(batch_norm_input): "native_batch_norm_backward cudnn_batch_norm_backward",
     attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward "
@@ -906,8 +730,10 @@ TABLE: dict[Labeller, str] = {
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_fused_attention_overrideable_backward",
     recurrent: "mkldnn_rnn_layer _cudnn_rnn",
     recurrence: "recurrence recurrence_backward",
-    fused_cell: "_thnn_fused_lstm_cell _thnn_fused_gru_cell",
-    looked_up: "embedding",
+    looked_up("weight", "indices"): "embedding",
+    looked_up("self", "index"): "take",
+    looked_up("boundaries", "self"): "bucketize",
+    looked_up("sorted_sequence sorter", "self"): "searchsorted",
     gathered: "gather",
     scattered: "scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_",
     selected: "index_select",
@@ -917,8 +743,6 @@ TABLE: dict[Labeller, str] = {
     select_backward: "select_backward",
     put_in: "slice_scatter select_scatter",
     renormed: "renorm",
-    taken: "take",
-    searched: "searchsorted bucketize",
 }
 SHAPES = (
     "as_strided transpose squeeze unsqueeze t swapaxes swapdims detach "
@@ -940,7 +764,7 @@ NEW = "new_zeros new_ones new_empty new_full new_empty_strided"
 """Public tensors of any shape."""
 
 
-def like(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     found = func(*args, **kwargs)
     label = tracker.labels.get(args[0])
     if isinstance(label, Rows) and found.shape == args[0].shape:
@@ -948,13 +772,13 @@ def like(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-def new(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     found = func(*args, **kwargs)
     tracker.promote(found)
     return found
 
 
-def copied_into(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """`copy_`: also of one example into its place among others."""
     label = tracker.labels.get(args[1])
     if not isinstance(label, Rows) or label.axis >= 0 or not tracker.labels.takes(args[0], label):
@@ -975,7 +799,7 @@ _BY_NAME["select_backward"] = Rule(_BY_NAME["select_backward"].apply, of_one_exa
 _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
 
 
-def find_rule(func: Any) -> Rule:
+def find_rule(func: OpOverload) -> Rule:
     """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag."""
     if func.namespace not in ("aten", "prims", "prim", "vestige"):
         return SIZED if torch.Tag.dynamic_output_shape in func.tags else UNKNOWN

@@ -38,6 +38,8 @@ from vestige.engines.per_example.parameter_functions import whole_numbers
 Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
 """The output, what is saved, and how gradients are made of it; None where the rule does not apply."""
 Rule = Callable[..., Ruled]
+Operand = Tensor | Expression
+Sizes = int | Sequence[int]
 
 
 def _rows(axis: Axis, tensor: Tensor) -> Tensor:
@@ -49,14 +51,14 @@ def _rows(axis: Axis, tensor: Tensor) -> Tensor:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def linear(input: Any, weight: Any, bias: Any = None) -> Ruled:
+def linear(input: Operand, weight: Operand, bias: Operand | None = None) -> Ruled:
     if isinstance(input, Expression):
         return None
     output = kernels.linear(input, value_of(weight), value_of(bias))
     return _known_linear(output, input, weight, bias)
 
 
-def known_linear(output: Tensor, input: Tensor, weight: Any, bias: Any = None) -> Tensor:
+def known_linear(output: Tensor, input: Tensor, weight: Operand, bias: Operand | None = None) -> Tensor:
     """`output`, taken for F.linear(input, weight, bias) by the rule: of a map inside a loop that has run already, whose
     backward pass hands this the gradient. Only of rows, and of parameters of which one is tracked."""
     if has_torch_function((weight, bias)):
@@ -64,7 +66,7 @@ def known_linear(output: Tensor, input: Tensor, weight: Any, bias: Any = None) -
     raise TypeError("a linear map inside a loop without examples: its gradient would be lost")
 
 
-def _known_linear(output: Any, input: Any, weight: Any, bias: Any = None) -> Ruled:
+def _known_linear(output: Tensor, input: Tensor, weight: Operand, bias: Operand | None = None) -> Ruled:
     saved = (input,) if isinstance(weight, Expression) else ()
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
@@ -77,14 +79,14 @@ def _known_linear(output: Any, input: Any, weight: Any, bias: Any = None) -> Rul
     return output, saved, settle
 
 
-def matmul(input: Any, other: Any) -> Ruled:
+def matmul(input: Operand, other: Operand) -> Ruled:
     """input @ other, where the second is a matrix of parameters."""
     if isinstance(input, Expression) or not isinstance(other, Expression) or other.value.dim() != 2 or input.dim() < 2:
         return _stacked_matmul(input, other)
     return addmm(None, input, other)
 
 
-def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Ruled:
+def addmm(input: Operand | None, mat1: Operand, mat2: Operand, *, beta: float = 1, alpha: float = 1) -> Ruled:
     """beta * input + alpha * mat1 @ mat2: a linear layer whose weight lies the other way round."""
     if (
         isinstance(mat1, Expression)
@@ -106,7 +108,7 @@ def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
     return output, saved, settle
 
 
-def _stacked_matmul(input: Any, other: Any) -> Ruled:
+def _stacked_matmul(input: Operand, other: Operand) -> Ruled:
     """Where one side is a vector of parameters, or a stack of matrices of them."""
     one, two = value_of(input).dim(), value_of(other).dim()
     if isinstance(input, Expression) == isinstance(other, Expression) or max(one, two) > 8:
@@ -118,17 +120,17 @@ def _stacked_matmul(input: Any, other: Any) -> Ruled:
     return einsum(f"{first},{second}->{output}", input, other)
 
 
-def baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Ruled:
+def baddbmm(input: Operand, batch1: Operand, batch2: Operand, *, beta: float = 1, alpha: float = 1) -> Ruled:
     return None if beta != 1 or alpha != 1 else _shifted(_stacked_matmul(batch1, batch2), input)
 
 
-def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ruled:
+def bilinear(input1: Operand, input2: Operand, weight: Operand, bias: Operand | None = None) -> Ruled:
     if isinstance(input1, Expression) or isinstance(input2, Expression) or not isinstance(weight, Expression):
         return None
     return _shifted(einsum("...i,oij,...j->...o", input1, weight, input2), bias)
 
 
-def _shifted(product: Ruled, bias: Any) -> Ruled:
+def _shifted(product: Ruled, bias: Operand | None) -> Ruled:
     """A product with something added to it: numbers, parameters, or nothing."""
     if product is None or bias is None:
         return product
@@ -142,26 +144,24 @@ def _shifted(product: Ruled, bias: Any) -> Ruled:
     return output + value_of(bias), saved, settle
 
 
-def einsum(equation: Any, *operands: Any) -> Ruled:
+def einsum(equation: object, *operands: Any) -> Ruled:
     """Any product in which one factor is made of parameters: its gradient is the product of the others and of the
     gradient of the output, an example's by itself."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     labelled = _labels(equation, [value_of(each) for each in operands])
-    mine = [place for place, each in enumerate(operands) if isinstance(each, Expression)]
-    if labelled is None or len(mine) != 1:
-        return None
-    unbroadcast = _unbroadcast(operands, labelled[0])
-    if unbroadcast is None:
+    unbroadcast = None if labelled is None else _unbroadcast(operands, labelled[0])
+    if labelled is None or unbroadcast is None:
         return None
     (operands, inputs), output = unbroadcast, labelled[1]
-    parameter, own = operands[mine[0]], inputs[mine[0]]
-    others = [
-        (each, labels) for place, (each, labels) in enumerate(zip(operands, inputs, strict=True)) if place != mine[0]
-    ]
+    pairs = list(zip(operands, inputs, strict=True))
+    mine = [(each, labels) for each, labels in pairs if isinstance(each, Expression)]
+    others = [(each, labels) for each, labels in pairs if isinstance(each, Tensor)]
+    if len(mine) != 1:
+        return None
+    parameter, own = mine[0]
     if len(set(own)) < len(own) or not set(own) <= set(output).union(*(labels for _, labels in others)):
         return None
-    kept = tuple(each for each, _ in others)
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         label = output[axis.place]
@@ -184,7 +184,8 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
         dense = torch.einsum(f"{','.join(names)}->Z{wanted}", *parts)
         yield parameter, Dense(dense.reshape(axis.examples, *parameter.value.shape))
 
-    return torch.einsum(f"{','.join(inputs)}->{output}", *map(value_of, operands)), kept, settle
+    found = torch.einsum(f"{','.join(inputs)}->{output}", *map(value_of, operands))
+    return found, tuple(each for each, _ in others), settle
 
 
 def _product_of(parts: Sequence[Tensor], names: Sequence[str], own: str) -> Gradient | None:
@@ -217,7 +218,7 @@ def _sizes(parts: Sequence[Tensor]) -> list[int]:
     return [size for part in parts for size in part.shape]
 
 
-def _labels(equation: Any, values: Sequence[Any]) -> tuple[list[str], str] | None:
+def _labels(equation: object, values: Sequence[Tensor]) -> tuple[list[str], str] | None:
     """The axes of every factor and of the output, one letter each; None where the equation is of another form."""
     if not isinstance(equation, str) or "->" not in equation or any(each in equation for each in "XYZ"):
         return None
@@ -232,24 +233,25 @@ def _labels(equation: Any, values: Sequence[Any]) -> tuple[list[str], str] | Non
     return filled, output.replace("...", "".join(dots))
 
 
-def _unbroadcast(operands: Sequence[Any], inputs: Sequence[str]) -> tuple[tuple[Any, ...], list[str]] | None:
+def _unbroadcast(operands: Sequence[Operand], inputs: Sequence[str]) -> tuple[tuple[Operand, ...], list[str]] | None:
     """Without the axes of one place along which a factor without parameters is broadcast."""
     sizes: dict[str, int] = {}
     for each, labels in zip(operands, inputs, strict=True):
         for label, size in zip(labels, value_of(each).shape, strict=True):
             sizes[label] = max(size, sizes.get(label, 0))
-    factors, found = [], []
+    factors: list[Operand] = []
+    found = []
     for each, labels in zip(operands, inputs, strict=True):
         shape = value_of(each).shape
         over = [place for place, label in enumerate(labels) if shape[place] != sizes[label]]
         if over and isinstance(each, Expression):
             return None
-        factors.append(each.squeeze(over) if over else each)
+        factors.append(each.squeeze(over) if over and isinstance(each, Tensor) else each)
         found.append("".join(label for place, label in enumerate(labels) if place not in over))
     return tuple(factors), found
 
 
-def routed(input: Tensor, weight: Any, index: Tensor) -> Tensor:
+def routed(input: Tensor, weight: Operand, index: Tensor) -> Tensor:
     """weight[index[row]] @ input[row] for every row, with weight [experts, out, in]: a mixture of experts' product."""
     if has_torch_function((weight,)):
         return handle_torch_function(routed, (weight,), input, weight, index)  # type: ignore[no-any-return]
@@ -279,7 +281,7 @@ def _back(ctx: Any, signal: Tensor) -> tuple[Tensor, None, None]:
 _routed_product.register_autograd(_back, setup_context=_save)
 
 
-def _routed(input: Any, weight: Any, index: Any) -> Ruled:
+def _routed(input: Tensor, weight: Expression, index: Tensor) -> Ruled:
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         left, right = _rows(axis, signal), _rows(axis, saved[0])
         found = Routed(axis.first(saved[1]).flatten(1), left, right, len(weight.value))
@@ -294,12 +296,12 @@ def _routed(input: Any, weight: Any, index: Any) -> Ruled:
 
 def convolution(
     rank: int,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    input: Operand,
+    weight: Operand,
+    bias: Operand | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
     groups: int = 1,
 ) -> Ruled:
     if isinstance(input, Expression) or input.dim() != rank + 2:
@@ -316,14 +318,14 @@ def convolution(
 
 def transposed_convolution(
     rank: int,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
+    input: Operand,
+    weight: Operand,
+    bias: Operand | None = None,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    output_padding: Sizes = 0,
     groups: int = 1,
-    dilation: Any = 1,
+    dilation: Sizes = 1,
 ) -> Ruled:
     """The way back of a convolution: what is its image there is the gradient of the output here."""
     if isinstance(input, Expression) or input.dim() != rank + 2:
@@ -336,7 +338,12 @@ def transposed_convolution(
 
 
 def _convolved(
-    function: Callable[..., Tensor], input: Tensor, weight: Any, bias: Any, geometry: Geometry, transposed: bool
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Operand,
+    bias: Operand | None,
+    geometry: Geometry,
+    transposed: bool,
 ) -> Ruled:
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
@@ -362,8 +369,8 @@ def patches(image: Tensor, signal: Tensor, geometry: Geometry, examples: int) ->
     return cheaper(Patches(image, signal, geometry))
 
 
-def _tuple(value: Any, rank: int) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,) * rank
+def _tuple(value: Sizes, rank: int) -> tuple[int, ...]:
+    return (value,) * rank if isinstance(value, int) else tuple(value)
 
 
 def _per_channel(signal: Tensor, examples: int) -> Tensor:
@@ -374,7 +381,7 @@ def _per_channel(signal: Tensor, examples: int) -> Tensor:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def embedding(input: Any, weight: Any, padding_idx: int | None = None, *_: object, **__: object) -> Ruled:
+def embedding(input: Tensor, weight: Expression, padding_idx: int | None = None, *_: object, **__: object) -> Ruled:
     table: Tensor = weight.value
     unused = None if padding_idx is None else padding_idx % len(table)
 
@@ -387,7 +394,7 @@ def embedding(input: Any, weight: Any, padding_idx: int | None = None, *_: objec
     return F.embedding(input, table), (input,), settle
 
 
-def select(input: Any, index: Any) -> Ruled:
+def select(input: Operand, index: object) -> Ruled:
     """Rows of a parameter of any shape, by a tensor of their numbers."""
     if not isinstance(input, Expression):
         return None
@@ -410,7 +417,13 @@ def select(input: Any, index: Any) -> Ruled:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Ruled:
+def layer_norm(
+    input: Operand,
+    normalized_shape: Sequence[int],
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    eps: float = 1e-5,
+) -> Ruled:
     if isinstance(input, Expression):
         return None
     shape = tuple(normalized_shape)
@@ -421,6 +434,7 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
         rows, own = (axis.examples, -1, prod(shape)), (axis.examples, *shape)
         signal = axis.first(signal).reshape(rows)
         if not isinstance(weight, Expression):
+            assert isinstance(bias, Expression)
             yield bias, Dense(wide(signal).sum(dim=1).view(own))
             return
         others = [axis.first(each).flatten(1) for each in saved[1:]]
@@ -432,10 +446,12 @@ def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any 
     return output, (input, *statistics) if isinstance(weight, Expression) else (), settle
 
 
-def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Ruled:
-    if isinstance(input, Expression):
+def rms_norm(
+    input: Operand, normalized_shape: Sequence[int], weight: Operand | None = None, eps: float | None = None
+) -> Ruled:
+    if isinstance(input, Expression) or not isinstance(weight, Expression):
         return None
-    shape = tuple(normalized_shape)
+    shape = list(normalized_shape)
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         standard = F.rms_norm(wide(saved[0]), shape, eps=eps) * signal
@@ -444,7 +460,9 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
     return F.rms_norm(input, shape, weight.value, eps), (input,), settle
 
 
-def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Ruled:
+def group_norm(
+    input: Operand, num_groups: int, weight: Operand | None = None, bias: Operand | None = None, eps: float = 1e-5
+) -> Ruled:
     """With the batch axis folded into the channels, torch's own backward gives one gradient per example."""
     if isinstance(input, Expression):
         return None
@@ -472,7 +490,7 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
     return output, (input, mean, scale) if isinstance(weight, Expression) else (), settle
 
 
-def _fused_group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Ruled:
+def _fused_group_norm(input: Tensor, groups: int, weight: Operand | None, bias: Operand | None, eps: float) -> Ruled:
     """The same where one kernel gives all three gradients: the input's waits for the layer's own backward."""
     waiting: list[Tensor] = []
     output, mean, scale = _GroupNorm.apply(input, value_of(weight), value_of(bias), groups, eps, waiting)
@@ -493,7 +511,15 @@ class _GroupNorm(torch.autograd.Function):
     """A group norm that passes back what is `waiting`, or torch's own gradient where nothing is."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, groups: int, eps: float, waiting: Any) -> Any:
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        groups: int,
+        eps: float,
+        waiting: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         rows, channels, *space = input.shape
         sizes = (rows, channels, prod(space), groups)
         ctx.sizes, ctx.waiting = sizes, waiting
@@ -505,7 +531,7 @@ class _GroupNorm(torch.autograd.Function):
         return output, mean, scale
 
     @staticmethod
-    def backward(ctx: Any, signal: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, signal: Tensor, *_: object) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, mean, scale, *weight = ctx.saved_tensors
         if ctx.waiting:
             back = ctx.waiting.pop()
@@ -517,35 +543,35 @@ class _GroupNorm(torch.autograd.Function):
 
 
 def instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
+    input: Operand,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Ruled:
-    return group_norm(input, input.shape[1], weight, bias, eps) if use_input_stats and running_mean is None else None
+    if isinstance(input, Expression) or not use_input_stats or running_mean is not None:
+        return None
+    return group_norm(input, input.shape[1], weight, bias, eps)
 
 
 # --- one number at a time ---------------------------------------------------------------------------------------------
 
 
-def multiply(input: Any, other: Any) -> Ruled:
+def multiply(input: Operand, other: Operand) -> Ruled:
     one, parameter = (other, input) if isinstance(input, Expression) else (input, other)
-    if isinstance(one, Expression):
+    if isinstance(one, Expression) or not isinstance(parameter, Expression):
         return None
-    kept = (one,) if isinstance(one, Tensor) else ()
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
-        signal = wide(signal) * saved[0] if saved else wide(signal) * one
-        yield parameter, Dense(_broadcast(parameter, axis, signal))
+        yield parameter, Dense(_broadcast(parameter, axis, wide(signal) * saved[0]))
 
-    return one * parameter.value, kept, settle
+    return one * parameter.value, (one,), settle
 
 
-def add(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
+def add(input: Operand, other: Operand, *, alpha: float = 1) -> Ruled:
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         for parameter, factor in ((input, 1), (other, alpha)):
             if isinstance(parameter, Expression):
@@ -555,7 +581,7 @@ def add(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
     return torch.add(value_of(input), value_of(other), alpha=alpha), (), settle
 
 
-def subtract(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
+def subtract(input: Operand, other: Operand, *, alpha: float = 1) -> Ruled:
     return add(input, other, alpha=-alpha)
 
 
@@ -588,7 +614,7 @@ def elementwise(function: Callable[..., Tensor], *args: Any, **named: Any) -> Ru
     return output, tuple(everything[place] for place in tensors), settle
 
 
-def prelu(input: Any, weight: Any) -> Ruled:
+def prelu(input: Operand, weight: Operand) -> Ruled:
     """One slope for all, or for each channel, which is the second axis."""
     if isinstance(input, Expression) or not isinstance(weight, Expression):
         return None
@@ -605,19 +631,18 @@ def prelu(input: Any, weight: Any) -> Ruled:
     return output, (input,), settle
 
 
-def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
+def expand(input: Operand, *sizes: Any, **named: Any) -> Ruled:
     """A parameter given to each example: a class token."""
     if not isinstance(input, Expression):
         return None
-    plain: tuple[Any, ...] = tuple(value_of(size) for size in sizes)
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
         yield input, Dense(_broadcast(input, axis, wide(signal)))
 
-    return input.value.expand(*plain, **named).clone(memory_format=torch.contiguous_format), (), settle
+    return input.value.expand(*sizes, **named).clone(memory_format=torch.contiguous_format), (), settle
 
 
-def repeat(input: Any, *counts: Any) -> Ruled:
+def repeat(input: Operand, *counts: Any) -> Ruled:
     """A parameter given to each example, once or several times: along with its heads, say."""
     if not isinstance(input, Expression):
         return None
@@ -694,9 +719,9 @@ RULES |= {function: partial(elementwise, torch.addcdiv) for function in _torch("
 RULES |= {function: partial(elementwise, torch.lerp) for function in _torch("lerp")}
 RULES |= {getattr(torch, name): partial(elementwise, getattr(torch, name)) for name in ("maximum", "minimum", "where")}
 RULES |= {function: addmm for function in _torch("addmm")}
-RULES |= {function: multiply for function in _torch("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")}
-RULES |= {function: add for function in _torch("add", "add_", "__add__", "__radd__", "__iadd__")}
-RULES |= {function: subtract for function in _torch("sub", "subtract", "sub_", "__sub__", "__isub__")}
+RULES |= {function: multiply for function in _torch("mul", "multiply", "__mul__", "__rmul__")}
+RULES |= {function: add for function in _torch("add", "__add__", "__radd__")}
+RULES |= {function: subtract for function in _torch("sub", "subtract", "__sub__")}
 RULES |= {
     function: partial(elementwise, torch.div) for function in _torch("div", "divide", "true_divide", "__truediv__")
 }

@@ -135,8 +135,9 @@ class TrackedParameter(Tensor):
             return args[0] if function is Tensor.index_put_ else None
         if first is None and args and isinstance(args[0], Tensor) and function not in RULES:
             anew = _plain_form(_name(function))
-            if anew is not None:  # what is given a parameter is changed, not a copy that is lost
-                return args[0].copy_(anew(args[0].clone(), *args[1:], **kwargs))
+            if anew is not None:  # a product needs what is changed as it was, for its backward pass
+                before = args[0] if anew in (Tensor.add, Tensor.sub) else args[0].clone()
+                return args[0].copy_(anew(before, *args[1:], **kwargs))
         anew = None if first is None else _out_of_place(_name(function), first.expression)
         if first is not None and anew is not None:
             made = anew(*args, **kwargs)

@@ -1,0 +1,122 @@
+"""What does a rule see of an operator's call? Arguments by name, what it gave, and the labels of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+
+from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed
+
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
+"""What an operator is given."""
+
+
+class Op:
+    """One call of an operator: its arguments by name, what it gave, and the labels of its tensors."""
+
+    __slots__ = ("found", "func", "given", "tracker")
+
+    def __init__(self, tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, found: Any) -> None:
+        self.tracker, self.func, self.found = tracker, func, found
+        self.given = {
+            name: args[place] if place < len(args) else default for place, (name, default) in enumerate(_names(func))
+        }
+        self.given.update(kwargs)
+
+    @property
+    def name(self) -> str:
+        return self.func.overloadpacket.__name__
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        return outputs_of(self.found)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]
+
+    def label(self, name: str) -> Rows | None:
+        """Of an argument that is public or rows: mixed ones never get here."""
+        tensor = self.given.get(name)
+        return self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None  # type: ignore[return-value]
+
+    def mixed(self, why: str = "mixes examples", unknown: bool = False) -> Mixed:
+        return mixed(self.name, why, unknown)
+
+    def public(self, *names: str) -> bool:
+        """Whether none of these arguments depends on an example: weights, statistics, tables."""
+        return all(self.label(name) is None for name in names)
+
+    def labelled(self) -> list[tuple[Tensor, Rows]]:
+        """The tensors that are rows, lists of them included."""
+        return labelled_tensors(self.tracker, tuple(self.given.values()), {})  # type: ignore[return-value]
+
+    def meet(self, *labels: Label | None) -> Label | None:
+        """One label for all: they must be the same."""
+        found: Rows | None = None
+        for label in labels:
+            if isinstance(label, Mixed):
+                return label
+            if label is not None and label.axis < 0:
+                return self.mixed("combines one example with others")
+            if label is None or label == found or (found is not None and _of_one(found, label)):
+                continue
+            if found is not None:
+                return self.mixed(difference(found, label))
+            found = label
+        return found
+
+    def off(self, label: Label | None, dims: Collection[int]) -> Label | None:
+        """The label, unless these axes, along which numbers are combined, are the examples'."""
+        return self.mixed() if isinstance(label, Rows) and label.axis in dims else label
+
+    def broadcast(self, shape: Sequence[int], tensors: Sequence[Any]) -> Label | None:
+        """The label of a function of numbers in the same place."""
+        found: Rows | None = None
+        for tensor in tensors:
+            label = self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None
+            if label is None or isinstance(label, Mixed):
+                continue
+            if label.axis < 0:
+                return self.mixed("combines one example with others")
+            axis = label.axis + len(shape) - tensor.dim()
+            if shape[axis] != tensor.shape[label.axis] and label.count > 1:
+                return self.mixed("spreads one example over the others")
+            moved = label.at(axis)
+            if found is None:
+                found = moved
+            elif moved != found and not _of_one(found, moved):
+                return self.mixed(difference(found, moved))
+        return found
+
+
+def _of_one(one: Rows, other: Rows) -> bool:
+    """Whether both are of the only example of the same batch, along whichever axis."""
+    return one.count == other.count == 1 and one.batch == other.batch
+
+
+def difference(one: Rows, other: Rows) -> str:
+    if one.batch != other.batch:
+        return "combines rows of different batches"
+    return "combines rows of different examples"
+
+
+@cache
+def _names(func: OpOverload) -> tuple[tuple[str, Any], ...]:
+    """Of the arguments in the schema, with their defaults."""
+    arguments = func._schema.arguments
+    return tuple((each.name, each.default_value if each.has_default_value() else None) for each in arguments)
+
+
+def labelled_tensors(tracker: Tracker, args: Args, kwargs: Kwargs) -> list[tuple[Tensor, Label]]:
+    flat = [one for each in (*args, *kwargs.values()) for one in (each if isinstance(each, list | tuple) else (each,))]
+    found = [(each, tracker.labels.get(each)) for each in flat if isinstance(each, Tensor)]
+    return [(tensor, label) for tensor, label in found if label is not None]
+
+
+def outputs_of(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, tuple | list) else (found,)
