@@ -25,7 +25,7 @@ pytest.register_assert_rewrite(
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `everyday(case, ...)` the other cases are slow, of one marked `nightly(case, ...)` these are: the
     same behaviour at other values."""
     cases: dict[tuple[str, str], dict[str, pytest.Item]] = {}
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 cases.setdefault((item.nodeid.partition("[")[0], mark.name), {})[case.id] = item
     for (test, mark), found in cases.items():
         named = next(iter(found.values())).get_closest_marker(mark).args
-        if len(found) > 1 and (unknown := set(named) - set(found)):
+        if not any("[" in chosen for chosen in config.args) and (unknown := set(named) - set(found)):
             raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}: it has {', '.join(found)}")
         for case, item in found.items():
             if (case in named) == (mark == "nightly"):

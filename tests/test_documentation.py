@@ -37,7 +37,21 @@ def test_the_readmes_ten_lines_train_privately(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "my-run" / "ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("library", ["vestige", pytest.param("opacus", marks=pytest.mark.slow)])
+def test_the_example_of_either_library_learns(monkeypatch, capsys):
+    """Four epochs of it, in this process."""
+    code = (ROOT / "examples" / "opacus_or_vestige.py").read_text()
+    assert code.count("epochs=20") == code.count("range(20)") == 1
+    monkeypatch.setattr(sys, "argv", ["opacus_or_vestige.py"])
+    exec(code.replace("epochs=20", "epochs=4").replace("range(20)", "range(4)"), {})
+    accuracy, epsilon = map(
+        float, re.search(r"accuracy ([\d.]+)% at epsilon ([\d.]+)", capsys.readouterr().out).groups()
+    )
+    assert 2.9 < epsilon <= 3.0
+    assert accuracy > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["vestige", "opacus"])
 def test_the_example_runs_with_either_library(library):
     pytest.importorskip(library)
     done = subprocess.run(

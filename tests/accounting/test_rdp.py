@@ -8,6 +8,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import logsumexp
 
 from vestige.accounting import rdp
 from vestige.accounting.rdp import FRACTIONAL_ORDERS, INTEGER_ORDERS, ORDERS, curves
@@ -122,6 +123,17 @@ def test_conversion_equals_dp_accounting_and_beats_the_classic(question, count, 
     tight = rdp.tight_epsilon(curve, delta)
     assert tight == pytest.approx(compute_epsilon(ORDERS, curve, delta)[0], rel=1e-12)
     assert tight <= rdp.classic_epsilon(curve, delta)
+
+
+@pytest.mark.parametrize("size", [1, 2, 37, 4000])
+def test_a_sum_of_exponentials_is_scipys_to_the_last_digit(size):
+    random = np.random.default_rng(size)
+    for logs in (random.normal(size=size), 300 * random.normal(size=size), np.zeros(size)):
+        assert rdp.log_sum(logs) == logsumexp(logs)
+    for rare in (-np.inf, np.inf):
+        logs = np.append(random.normal(size=size).round(), [rare, rare])
+        assert rdp.log_sum(logs) == logsumexp(logs)
+    assert rdp.log_sum(np.array([-np.inf])) == -np.inf
 
 
 def test_nan_is_never_taken_for_privacy():

@@ -66,7 +66,7 @@ def test_account_gives_the_published_figures(words, key, value, within):
 
 
 def test_paper_sigma_is_the_papers_and_the_accounted_multiplier_is_ours(tmp_path):
-    words = [w for w in TRAIN if w not in ("--epsilon", "8")]
+    words = [*(w for w in TRAIN if w not in ("--epsilon", "8")), "--steps", "2"]
     result = as_json(*words, "--method", "fo-dp-sgd", "--beta", "0.5", "--paper-sigma", "1.0", "--out", tmp_path / "a")
     assert result["noise_multiplier"] == 2.0
     result = as_json(*words, "--method", "post-fm", "--beta", "0.5", "--paper-sigma", "1.0", "--out", tmp_path / "b")
@@ -75,7 +75,8 @@ def test_paper_sigma_is_the_papers_and_the_accounted_multiplier_is_ours(tmp_path
 
 def test_the_seed_fixes_weights_but_never_noise_unless_told_so(tmp_path):
     def run(name, *extra):
-        return as_json(*TRAIN, "--out", tmp_path / name, "--nonprivate-transcript", tmp_path / f"{name}.npz", *extra)
+        words = [*TRAIN, "--steps", "3", "--out", tmp_path / name]
+        return as_json(*words, "--nonprivate-transcript", tmp_path / f"{name}.npz", *extra)
 
     run("a"), run("b"), run("c", "--reproducible"), run("d", "--reproducible")
     load = lambda name: np.load(tmp_path / f"{name}.npz")
@@ -118,11 +119,11 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
 
 
 def test_account_prices_other_samplings():
-    epochs = ("--epochs", "3", "--steps-per-epoch", "12", "--noise-multiplier", "1")
+    epochs = ("--epochs", "2", "--steps-per-epoch", "6", "--noise-multiplier", "1")
     allocated = as_json("account", "--sampling", "allocation", *epochs)
     poisson = as_json("account", *epochs)
-    truncated = as_json("account", "--sampling", "truncated", "--max-batch", "12", "--examples", "120", *epochs)
-    assert (allocated["epochs"], allocated["steps_per_epoch"], allocated["steps"]) == (3, 12, 36)
+    truncated = as_json("account", "--sampling", "truncated", "--max-batch", "24", "--examples", "120", *epochs)
+    assert (allocated["epochs"], allocated["steps_per_epoch"], allocated["steps"]) == (2, 6, 12)
     assert allocated["epsilon"] < poisson["epsilon"] < truncated["epsilon"]
 
 
@@ -445,13 +446,24 @@ def test_every_command_has_help_with_an_example(command):
     assert f"vestige {command}" in " ".join(out.split())
 
 
-def test_a_real_process_fails_with_one_line():
-    process = started(*TRAIN, "--max-grad-norm", "-1")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["methods", "--jsn"], "vestige: No such option"),
+        pytest.param(
+            [*TRAIN, "--max-grad-norm", "-1"], "--max-grad-norm=-1.0 must be positive", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["quick", "training"],
+)
+def test_a_real_process_fails_with_one_line(words, message):
+    process = started(*words)
     out, error = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""
     assert error.strip().count("\n") == 0
-    assert error.startswith("vestige: --max-grad-norm=-1.0 must be positive")
+    assert error.startswith("vestige: ")
+    assert message in error
 
 
 @pytest.mark.parametrize("name", ["train", "finetune"])

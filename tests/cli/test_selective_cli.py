@@ -120,6 +120,7 @@ def test_public_examples_steer_and_their_absence_is_named(images, tmp_path):
     assert "no such file" in absent
 
 
+@pytest.mark.slow
 def test_private_moments_are_two_questions_before_the_first_step(images, tmp_path):
     words = [*SCATTERED, "--method", "dpsur", "--epsilon", 2, "--validation-batch", 4, "--sigma-v", 3, "--steps", 6]
     words += ["--data", images / "private.npz"]

@@ -359,10 +359,21 @@ def ended(seconds, code):
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
 
-def test_ctrl_c_while_a_spectrum_is_awaited_ends_the_process():
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_forked_process_finds_its_own_spectra_and_ctrl_c_ends_one_that_is_awaited():
     done = ended(
-        0.5,
+        "pause",
         """
+        pause = 0.0
+        for _ in range(4):
+            step()
+        child = os.fork()
+        for _ in range(4):
+            step()
+        if not child:
+            sys.exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        pause = 0.5
         for _ in range(3):
             step()
         signal.setitimer(signal.ITIMER_REAL, 0.1)
@@ -370,9 +381,11 @@ def test_ctrl_c_while_a_spectrum_is_awaited_ends_the_process():
         step()
         """,
     )
+    assert done.stdout == "0\n", done.stderr
     assert "KeyboardInterrupt" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_forked_process_finds_its_own_spectra():
     done = ended(

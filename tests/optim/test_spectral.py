@@ -111,7 +111,7 @@ def expected_exponents(points, layout, refresh, lag=0):
     return np.array(rows)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     grouping=st.sampled_from([Layers(), None, Patterns(("*.bias", "*")), Patterns(("3.*", "0.*", "*"))]),
     beta=st.floats(0.05, 1), alpha=st.floats(0.05, 1), window=st.integers(1, 6),

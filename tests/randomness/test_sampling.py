@@ -145,7 +145,7 @@ def _fits(drawn, rate) -> float:
 def test_every_set_of_four_rows_has_its_probability(rate):
     """Against the enumerated law, by both ways of drawing; the sets of another rate are rejected."""
     assert (rate > DENSE) == (rate == 0.4)
-    key, times = Randomness.secret(), 60_000
+    key, times = Randomness.secret(), 15_000
     seen = np.zeros(16)
     for t in range(times):
         seen[int((1 << Poisson(rate).draw(4, t, key).numpy()).sum())] += 1
@@ -166,7 +166,7 @@ def _sets(seen, rate, times) -> float:
 def test_places_are_uniform_sets():
     stream = SecretStream(bytes(32))
     seen = np.zeros(64)
-    for _ in range(20_000):
+    for _ in range(6_000):
         seen[int((1 << places(6, 3, stream)).sum())] += 1
     assert stats.chisquare(seen[seen > 0]).pvalue > 1e-6
     assert int((seen > 0).sum()) == comb(6, 3)

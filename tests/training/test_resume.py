@@ -73,13 +73,13 @@ def test_killed_many_times_at_random(tmp_path, reproducible):
     out, dice, spent = tmp_path / "run", random.Random(1), 0
     kills = 0
     list(start(None, steps=2))  # torch's lazy imports, so that the children don't spend their lives on them
-    for _ in range(12):
+    for _ in range(6):
         run_and_kill(out, dice.uniform(0.02, 0.6), changes)
         if (out / "ledger.jsonl").exists() and (now := charged(out)) is not None:
             assert now >= spent
             spent = now
             kills += 1
-    assert kills >= 5
+    assert kills >= 2
     resumed = start(out, resume=True, **changes)
     for _ in resumed:
         pass

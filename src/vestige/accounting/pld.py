@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.special import logsumexp
 
-from vestige.accounting.rdp import Array
+from vestige.accounting.rdp import Array, log_sum
 from vestige.lazy_scipy import minimize_scalar
 
 FOLDED = 1e-18
@@ -43,7 +42,7 @@ class LossMasses:
 
     def log_moment(self, tilt: float, step: float) -> float:
         """log E e^(tilt loss), of the finite losses."""
-        return float(logsumexp(self.logs + tilt * step * self.places))
+        return log_sum(self.logs + tilt * step * self.places)
 
     def tilted(self, tilt: float, step: float) -> Array:
         return np.asarray(np.exp(self.logs + tilt * step * self.places - self.log_moment(tilt, step)))

@@ -14,7 +14,7 @@ from vestige.mechanism.groups import Layers
 from vestige.tasks import models
 
 
-def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
+def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path, monkeypatch):
     drawn = {figure.key: figure for figure in figures.figures(content)}
     for start in (
         "difference-",
@@ -27,6 +27,13 @@ def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
         "effective-depth-",
     ):
         assert any(key.startswith(start) for key in drawn), start
+    kinds, png = set(), report.png
+
+    def one_of_a_kind(figure, order, path):  # every night all of them
+        path.touch() if figure.kind in kinds else png(figure, order, path)
+        kinds.add(figure.kind)
+
+    monkeypatch.setattr(report, "png", one_of_a_kind)
     lines = report.export(content, tmp_path)
     for key in drawn:
         tree = ElementTree.fromstring((tmp_path / f"{key}.svg").read_text())

@@ -16,10 +16,10 @@ from functools import lru_cache
 from math import ceil, exp, expm1, floor, inf, log, sqrt
 
 import numpy as np
-from scipy.special import log_ndtr, logsumexp, ndtri
+from scipy.special import log_ndtr, ndtri
 
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
-from vestige.accounting.rdp import ORDERS, Array
+from vestige.accounting.rdp import ORDERS, Array, log_sum
 from vestige.priced_questions import AllocatedGaussian
 
 MOST_CELLS = 6000
@@ -224,7 +224,7 @@ def _curve(steps: int, multiplier: float) -> Array:
 def _removing(logs: Array, weights: Array, multiplier: float) -> Array:
     """log E T^a: the norm of T is at most that of what is on the grid and that of what is beyond it (Minkowski)."""
     shift = 1 / multiplier
-    inside = np.array([logsumexp(weights + order * logs) for order in ORDERS])
+    inside = np.array([log_sum(weights + order * logs) for order in ORDERS])
     beyond = ORDERS * (ORDERS - 1) * shift**2 / 2 + log_ndtr((ORDERS - 1) * shift - FOR_MOMENTS.deepest)
     return np.asarray(ORDERS * np.logaddexp(inside / ORDERS, beyond / ORDERS))
 
@@ -233,7 +233,7 @@ def _adding(logs: Array, weights: Array, zero: float, steps: int, multiplier: fl
     """log E T^(1-a). Below the grid the power is replaced by its tangent, which stays convex; the rest, which is there
     alone, is bounded by the terms' geometric mean, which is below T and log-normal."""
     shift, powers, least = 1 / multiplier, ORDERS - 1, float(logs[0])
-    inside = np.array([logsumexp(weights - power * logs) for power in powers])
+    inside = np.array([log_sum(weights - power * logs) for power in powers])
     tangent = log(max(zero, 1e-300)) - powers * least + np.log1p(powers)
     deviation = shift / sqrt(steps)
     below = powers * shift**2 / 2 + (powers * deviation) ** 2 / 2

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import bdtrc, gammaln, log_ndtr, logsumexp, ndtr, xlog1py, xlogy
+from scipy.special import bdtrc, gammaln, log_ndtr, ndtr, xlog1py, xlogy
 
 from vestige.accounting import rdp
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
-from vestige.accounting.rdp import ORDERS, Array
+from vestige.accounting.rdp import ORDERS, Array, log_sum
 from vestige.lazy_scipy import brentq
 from vestige.priced_questions import GroupedGaussian
 
@@ -177,14 +177,14 @@ def _removing(nodes: Array, heights: Array, steepest: float) -> Array:
     anchors = np.concatenate([[0], np.arange(len(nodes))])
     left, right = np.append(-np.inf, nodes), np.append(nodes, np.inf)
     levels = heights[anchors] - slopes * nodes[anchors]
-    return np.array([logsumexp(_integrals(order * levels, order * slopes, left, right)) for order in ORDERS])
+    return np.array([log_sum(_integrals(order * levels, order * slopes, left, right)) for order in ORDERS])
 
 
 def _adding(nodes: Array, heights: Array, slopes: Array) -> Array:
     """log E T^(1-a), T at least its tangent at the node in the middle of each cell."""
     ends = np.concatenate([[-np.inf], (nodes[1:] + nodes[:-1]) / 2, [np.inf]])
     levels = heights - slopes * nodes
-    return np.array([logsumexp(_integrals(-p * levels, -p * slopes, ends[:-1], ends[1:])) for p in ORDERS - 1])
+    return np.array([log_sum(_integrals(-p * levels, -p * slopes, ends[:-1], ends[1:])) for p in ORDERS - 1])
 
 
 def _integrals(level: Array, slope: Array, left: Array, right: Array) -> Array:
