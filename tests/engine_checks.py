@@ -18,7 +18,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
-property_test = settings(max_examples=25, deadline=None, derandomize=True)
+property_test = settings(max_examples=15, deadline=None, derandomize=True)
 
 
 @dataclass(frozen=True)

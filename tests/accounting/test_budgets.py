@@ -108,7 +108,7 @@ def test_a_filter_spends_nearly_a_plan():
         door.spend(question)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.sampled_from([0.7, 1.0, 1.5, 3.0, 8.0]), min_size=1, max_size=400), st.floats(0.3, 6.0))
 def test_a_filter_never_allows_beyond(multipliers, target):
     """At the end some order is within its budget, and the shares of delta add up to delta."""

@@ -79,7 +79,7 @@ def test_an_overflow_in_one_order_hides_no_cost():
 sampled = st.builds(SampledGaussian, st.floats(0.001, 1.0), st.floats(0.4, 20.0))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(sampled, st.integers(1, 5000), st.floats(1.0, 4.0), st.floats(1e-9, 1e-2))
 def test_renyi_epsilon_is_monotone(question, count, factor, delta):
     def spent(question: Question, count: int) -> float:

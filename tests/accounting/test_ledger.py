@@ -127,6 +127,16 @@ def test_a_reuse_or_a_gap_of_steps_is_found_even_with_sound_hashes(finished):
         rewrite(finished, rows)
 
 
+def test_every_row_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    synced, sync = [], "fdatasync" if hasattr(os, "fdatasync") else "fsync"
+    monkeypatch.setattr(os, sync, lambda handle: synced.append(os.fstat(handle).st_size))
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.open({})
+    ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+    assert (tmp_path / "ledger.jsonl").stat().st_size == synced[-1] > synced[0] > 0
+    ledger.close()
+
+
 def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
     model, data = make_toy()
     run = tmp_path / "run"

@@ -101,7 +101,7 @@ def test_a_block_equals_its_rows():
 questions = st.tuples(st.floats(1e-7, 1.0), st.floats(0.05, 100.0))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(questions, st.floats(1.0, 3.0))
 def test_laws(question, factor):
     """More noise or less sampling never costs more; the curve rises, and its moments are log-convex in the order."""
@@ -115,7 +115,7 @@ def test_laws(question, factor):
     assert np.all(np.diff(slopes) >= -1e-6 * np.abs(slopes[1:]))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(questions, st.integers(1, 10_000), st.floats(1e-12, 0.1))
 def test_conversion_equals_dp_accounting_and_beats_the_classic(question, count, delta):
     curve = count * curves([question[0]], [question[1]])[0]

@@ -193,7 +193,7 @@ def test_statistic_too_equals_the_formula_from_above(loss):
 # --- no adversary does better ---
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=3), st.floats(0, 1.5), st.floats(0, 1)
 )
@@ -249,7 +249,7 @@ def test_a_statistic_that_is_always_released_costs_the_full_charge_from_above():
     assert epsilon(full, DELTA) <= spent <= epsilon(full, DELTA) * 1.0005
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(st.floats(0.001, 0.5), st.floats(0.8, 5), st.floats(0.001, 0.5), st.floats(0.5, 5), st.floats(-3, 3))
 def test_candidate_costs_less_than_with_statistic_costs_less_than_both_samples(
     rate, multiplier, rate_v, multiplier_v, threshold

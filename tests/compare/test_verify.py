@@ -249,8 +249,8 @@ EARLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contradiction", EARLY)
-@pytest.mark.nightly("earlier")
 def test_a_stop_that_the_budget_does_not_explain_is_found(odd, tmp_path, contradiction):
     forge, told = EARLY[contradiction]
     assert told in _forged(odd("early"), tmp_path, bool, forge)

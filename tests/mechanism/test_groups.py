@@ -166,7 +166,7 @@ def test_a_flat_clip_looks_at_all_groups():
 SHARES = ("equal", "isotropic", "least-noise")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=8),
     bound=st.floats(1e-3, 1e3),

@@ -29,7 +29,7 @@ def run(memory, releases, noise_std=1.0):
     return torch.stack(outputs), seen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     beta=st.floats(0.05, 1), window=st.integers(1, 9), alpha=st.floats(0.05, 1), lam=st.floats(0, 2), tau=st.floats(0, 2),
     gamma=st.floats(0.05, 1), zeta=st.floats(0.01, 100), post=st.booleans(), drift=st.floats(0, 3),

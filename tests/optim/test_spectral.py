@@ -257,7 +257,7 @@ def test_a_window_of_one_removes_the_branch():
     assert not seen["effective_depth"].any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     exponents=st.lists(st.one_of(st.floats(1, 50), st.just(float("nan"))), min_size=1, max_size=6),
     alpha=st.floats(0.01, 1), window=st.integers(2, 12), filled=st.integers(1, 12), c=st.floats(0, 5),

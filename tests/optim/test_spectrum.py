@@ -41,7 +41,7 @@ def diagonal(values: Tensor) -> Tensor:
     return torch.diag(values.double().sqrt())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(10, 70), st.integers(10, 70), st.integers(0, 10**6))
 def test_equals_the_literal_loop(rows, columns, seed):
     weight = heavy(rows, columns, seed)

@@ -273,7 +273,7 @@ class Attending(nn.Module):
 
 
 def test_an_empty_draw_moves_by_noise_and_is_charged():
-    data = (torch.randn(100, 5), torch.randint(3, (100,)))
+    data = (torch.randn(40, 5), torch.randint(3, (40,)))
     engine, model, optimizer, loader = engine_of(Attending(), data, batch_size=1)
     empty = 0
     for x, y in loader:
@@ -285,15 +285,15 @@ def test_an_empty_draw_moves_by_noise_and_is_charged():
         assert not torch.equal(flat(model), before)
         assert flat(model).isfinite().all()
         empty += part.size == 0
-    assert empty > 10
-    assert sum(n for _, _, n in engine.history) == 100
+    assert empty > 3
+    assert sum(n for _, _, n in engine.history) == 40
 
 
 class FetchedTogether(Dataset):
     """Rows that come as one batch already; of none of them, tensors of no rows."""
 
     def __init__(self, kind: type) -> None:
-        self.x, self.y, self.kind = torch.randn(100, 5), torch.randint(3, (100,)), kind
+        self.x, self.y, self.kind = torch.randn(40, 5), torch.randint(3, (40,)), kind
 
     def __len__(self) -> int:
         return len(self.y)
@@ -324,11 +324,11 @@ def test_an_empty_draw_of_rows_that_are_fetched_together(kind):
         empty += part.size == 0
         LOSS(model(x), y).backward()
         optimizer.step()
-    assert empty > 10
+    assert empty > 3
 
 
 def test_an_empty_draw_adds_nothing_to_the_sum():
-    data = (torch.randn(100, 5), torch.randint(3, (100,)))
+    data = (torch.randn(40, 5), torch.randint(3, (40,)))
     steps, model, optimizer, loader = private(make_toy()[0], data, batch=1)
     for x, y in loader:
         before, part = flat(model), steps.passes.parts.waiting()[0]
