@@ -72,7 +72,8 @@ def test_sigterm_is_ctrl_c(tmp_path):
     assert result["steps"] == ledger.read_text().count('"row": "ask"') > 10
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
     folder = tmp_path / "comparison"
     process = started(

@@ -94,10 +94,6 @@ def test_two_processes_make_the_run_of_one(two, method, kind):
     same(together(two, method, kind=kind), alone(method))
 
 
-def test_four_processes_make_the_run_of_one(four):
-    same(four(process_gang.train, "fo-dp-sgd", kind="sharded"), alone("fo-dp-sgd"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
