@@ -236,7 +236,7 @@ def test_a_clip_of_each_view_would_be_noticed(monkeypatch):
     def one_by_one(self, term):
         return original(self, replace(term, views=1))
 
-    def averaged(gradients, clip, layout, into, examples):
+    def averaged(gradients, clip, layout, into, examples, users=None):
         add = torch.zeros_like(into)
         norms = weighted(gradients, clip, layout, add, 3 * examples)
         into += add / 3

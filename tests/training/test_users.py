@@ -11,6 +11,9 @@ from torch import nn
 
 import vestige
 from captured_on_cpu import captured_on_cpu
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.per_example.sums_of_users import RowCounts
+from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.clipping import Flat
 from vestige.methods.registry import make_method
@@ -177,8 +180,11 @@ def test_rows_of_a_user_are_drawn_uniformly():
     assert ((seen - 200) ** 2 / 200).sum() < 25
 
 
-def test_captured_steps_are_of_the_size_of_their_users():
-    """On a GPU each number of rows has graphs of its own: one for all users would be padded to a multiple."""
+@pytest.mark.parametrize("even", [True, False])
+def test_captured_steps_are_of_the_size_of_their_users(even, monkeypatch):
+    """On a GPU one graph serves users with different numbers of rows; where these are too unequal, each number has
+    graphs of its own: one for all would be padded to a multiple."""
+    monkeypatch.setattr(RowCounts, "even", lambda counts, rows: even)
     found = {}
     for captures in (True, False):
         with captured_on_cpu():
@@ -186,12 +192,30 @@ def test_captured_steps_are_of_the_size_of_their_users():
             found[captures] = weights(run)
         if captures:
             engine = run.curator._engine._engine
-            graphs = {key[0]: sorted(known) for key, known in engine._graphs.items()}
+            graphs = {key[0][0]: sorted(known) for key, known in engine._graphs.items()}
+            assert {key[0][1] for key in engine._graphs} == {not even}
     torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-7)
+    if even:
+        assert max(graphs[1]) <= sum(min(4, count) for count in COUNTS)
+        return
     users = {rows: sum(min(4, count) == rows for count in COUNTS) for rows in (1, 2, 3, 4)}
     assert set(graphs) == {1, 2, 3, 4}
     for rows, sizes in graphs.items():
         assert max(sizes) <= users[rows]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_users_of_unequal_numbers_are_summed_as_the_reference_sums_them(known, monkeypatch, recwarn):
+    def unknown(engine, term):
+        raise UnsupportedUse("no rule is known")
+
+    if not known:
+        monkeypatch.setattr(BookKeeping, "gradients_of", unknown)
+    options = {"sample": "users", "sample_rate": 0.6}
+    found = [clipped_sum(training(engine=name, **options), 0, bound=0.5)[1] for name in ("bookkeeping", "reference")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    left = [each for each in recwarn if "left to the reference engine" in str(each.message)]
+    assert bool(left) is not known
 
 
 # --- one row per user ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference, placed
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.gradient_transforms import Term, terms_of
+from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.tf32 import slack
@@ -65,7 +65,8 @@ class BookKeeping:
             terms = terms_of(transform, parameters, batch)
         if terms is None:
             return self.reference(batch, parameters, clip, into, transform)
-        examples, alone = len(batch[0]), len(batch[0]) == 1
+        users = self.users_of(terms[0])
+        examples, alone = len(batch[0]) if users is None else len(users.counts), len(batch[0]) == 1
         if alone:  # beside itself, with weight zero: an axis of one entry cannot be told from others
             terms = [replace(term, batch=tuple(torch.cat([part, part]) for part in term.batch)) for term in terms]
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
@@ -80,14 +81,25 @@ class BookKeeping:
                         "be bounded: compute it of each example by itself"
                     ) from None
                 self._say_left(str(problem))
+                if isinstance(transform, UnequalMean):
+                    parts = transform.alike(batch)
+                    return torch.cat([self(part, parameters, clip, into, mean) for part, mean in parts])
                 return self.reference(batch, parameters, clip, into, transform)
         if alone:
             found = {name: change(gradient, itemgetter(slice(1))) for name, gradient in found.items()}
-        return add_weighted(found, clip, self.layout, into, examples)
+        return add_weighted(found, clip, self.layout, into, examples, users=users)
+
+    def users_of(self, term: Term) -> UserRows | None:
+        """Which rows add up where examples have unequal numbers of them."""
+        return None if term.counts is None else UserRows(term.counts, len(term.batch[0]), term.views, equal=False)
 
     def gradients_of(self, term: Term) -> dict[str, list[Gradient]]:
         """SENSITIVE: every parameter's per-example gradients at a point, each the mean over an example's views."""
         values = {name: value.detach() for name, value in term.point.items()}
+        users = self.users_of(term)
+        if users is not None:
+            weights = users.of_rows(term.weight / users.counts.clamp(min=1), 0.0)
+            return self.proved.gradients(self._losses, term.batch, values, 1, weights)
         return self.proved.gradients(self._losses, term.batch, values, term.views, term.weight / term.views)
 
     def _losses(self, batch: Sequence[Tensor], tracker: Tracker) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import ceil, inf, sqrt
 from typing import Any, cast
@@ -28,6 +28,7 @@ from vestige.engines.capture_guards import (
 )
 from vestige.engines.captured_uploads import HostTransfers, Sent
 from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
+from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.layout import Layout
@@ -240,7 +241,8 @@ class Captured:
         self.engine = BookKeeping(model, loss, layout, form)
         self.model, self.layout = model, layout
         self._sizes: dict[int | None, tuple[int, ...]] = {}
-        """By the number of an example's views, or None: of any other number."""
+        """By the number of an example's views, or None: of any other number. Of unequal numbers: rows."""
+        self._users: RowCounts | None = None
         self._graphs: dict[Hashable, dict[int, CapturedStep]] = {}
         self._costs = CaptureCosts()
         self._state: Hashable = None
@@ -252,6 +254,20 @@ class Captured:
         """Batches, or those of examples with so many views, will be at most of these sizes, mostly: capture steps for
         them, largest first. Where texts are `padded`, no batch is asked whether its masks are full."""
         self._sizes[views], self._padded = tuple(sizes), padded
+
+    def expect_users(self, numbers: Mapping[int, int], share: int, rate: float, most: int, padded: bool) -> bool:
+        """Of `numbers`, how many users have so many rows each, one in `share` is sampled here at this rate, in parts of
+        at most so many rows; whether batches may have users with unequal numbers of rows."""
+        counts = RowCounts(numbers)
+        sizes = sizes_of(max(1, sum(numbers.values()) // share), rate, most, counts.mean, counts.mean_square)
+        if counts.equal or not counts.even(sizes[0]):  # a batch has users of one number of rows
+            for views, users in numbers.items():
+                sizes = sizes_of(max(2, users // share), rate, max(2, most // views))
+                self.expect(sizes[:: 1 + len(numbers) // 5], padded, views)
+            return False
+        self._users = counts
+        self.expect(sizes, padded)
+        return True
 
     def _expected(self, views: int) -> tuple[int, ...]:
         return self._sizes.get(views, self._sizes.get(None, ()))
@@ -270,7 +286,7 @@ class Captured:
         if transform is None and step.rows < len(batch[0]):  # the batch is the term's: an example is a row
             parts = zip(*(part.split(step.rows) for part in batch), strict=True)
             return torch.cat([self(part, parameters, clip, into) for part in parts])
-        return step(mean.batch, clip, into)
+        return step(mean, clip, into)
 
     def _step(self, mean: Term, clip: Clip, into: Tensor, whole: bool) -> CapturedStep | None:
         """The captured step for a batch like this one, or for parts of it unless it is to be taken `whole`; None if it
@@ -287,11 +303,14 @@ class Captured:
             state = precision(), state_fingerprint(self.model, self.engine.loss)
             stays, self._state = state == self._state, state
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
-            key = mean.views, shapes, places, clip.recording, full, state
+            views = mean.views if mean.counts is None else 1
+            key = (views, mean.counts is None), shapes, places, clip.recording, full, state
             known = self._graphs.get(key, {})
-            rows = len(mean.batch[0]) // mean.views
-            best, expected = self._size(rows, mean.views, whole), self._expected(mean.views)
-            fitting = [size for size in known if size >= rows]
+            rows = len(mean.batch[0]) // views
+            best, expected = self._size(rows, views, whole), self._expected(views)
+            if not self._has_room(mean, best):
+                return None
+            fitting = [size for size in known if size >= rows and self._has_room(mean, size)]
             chosen = min(fitting) if fitting else max(known, default=None) if not whole else None
             if chosen is not None:
                 parts = -(-rows // chosen)
@@ -300,7 +319,7 @@ class Captured:
                     return known[chosen]
             elif self._costs.count and (self._costs.count >= MOST_GRAPHS or not stays):
                 return None
-            first = best in expected and not known and (mean.views in self._sizes or not self._costs.count)
+            first = best in expected and not known and (views in self._sizes or not self._costs.count)
             if not known and best not in expected:
                 best = max(best, FEW)  # the first one serves larger batches too
             self._graphs[key] = known
@@ -312,6 +331,12 @@ class Captured:
             self._captures = False
             self._graphs.clear()
             return None
+
+    def _has_room(self, mean: Term, rows: int) -> bool:
+        """Whether a graph of so many rows has places for all users, if they have unequal numbers of rows."""
+        if mean.counts is None:
+            return True
+        return self._users is not None and len(mean.counts) <= self._users.places(rows)
 
     def _run_first(self, mean: Term, full: bool) -> None:
         """Models may keep at their first pass that they had one: graphs are known by how they are after it."""
@@ -352,7 +377,8 @@ class Captured:
                 largest = known[max(known)] if known and max(known) >= rows else None
                 if self._total is None:
                     self._total = torch.zeros(self.layout.size, device=into.device)
-                step = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full)
+                users = None if mean.counts is None else self._users
+                step = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full, users)
                 step.capture(mean.batch, self._pool)
                 known[rows] = step
                 start = min(start, time.monotonic())
@@ -372,11 +398,18 @@ class CapturedStep:
         total: Tensor,
         within: CapturedStep | None,
         full: bool = False,
+        users: RowCounts | None = None,
     ) -> None:
-        """`total` is where all steps leave their sums; `full`: no mask leaves anything out."""
+        """`total` is where all steps leave their sums; `full`: no mask leaves anything out; of `users` with unequal
+        numbers of rows, so many rows."""
         self.full, self.total, device = full, total, total.device
-        self.engine, self.mean, self.rows, self.views = engine, mean, rows, mean.views
-        count = rows * mean.views
+        self.engine, self.mean, self.rows, self.views = engine, mean, rows, mean.views if users is None else 1
+        self.most = 1 if users is None else users.most
+        count = rows * self.views
+        self.counts: Tensor | None = None
+        """Rows of each user, where they are unequal."""
+        if users is not None:
+            self.counts = torch.zeros(users.places(rows), dtype=torch.long, device=device)
         self.batch: list[Tensor]
         self.place: Tensor
         self.count: Tensor
@@ -399,10 +432,10 @@ class CapturedStep:
         self.timer = Timer(device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
+    def __call__(self, mean: Term, clip: Clip, into: Tensor) -> Tensor:
         assert self.graph is not None
         assert self.norms is not None
-        self._load(batch)
+        self._load(mean.batch, mean.counts)
         if self.bound is not None and clip.flat_bound is not None:
             wanted = clip.flat_bound
             if type(wanted) is not float or wanted != self.holds[0]:
@@ -412,13 +445,14 @@ class CapturedStep:
         self.graph.replay()
         self.timer.stop()
         into.add_(self.total)
-        return self.norms[: len(batch[0]) // self.views].clone()
+        examples = len(mean.batch[0]) // self.views if mean.counts is None else len(mean.counts)
+        return self.norms[:examples].clone()
 
     def capture(self, batch: Batch, pool: Any) -> None:
         """Captured while it is proved. Where that does not work at once it is run before, proved too: kernels are then
         loaded, and what is sent to the device is known. Raises where that cannot be."""
         device, sent, before = self.total.device, Sent(), host_draws()
-        self._load([part[: self.rows * self.views] for part in batch])
+        self._load([part[: self.rows * self.views] for part in batch], None)
         with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
             self.graph = captured(self._run, pool, device)
             restore_host_draws(before)
@@ -433,18 +467,27 @@ class CapturedStep:
             self.graph = captured(self._run, pool, device)
         restore_host_draws(before)
 
-    def _load(self, batch: Batch) -> None:
+    def _load(self, batch: Batch, counts: Tensor | None) -> None:
+        """Without `counts`, of unequal users, nobody is there."""
         for mine, part in zip(self.batch, batch, strict=True):
             fill_rows(mine, part)
         self.count.fill_(len(batch[0]) // self.views)
+        if self.counts is not None:
+            self.counts.zero_()
+            if counts is not None:
+                self.counts[: len(counts)].copy_(counts)
 
     def _run(self) -> None:
         self.total.zero_()
-        term = Term(self.mean.weight, self.mean.point, tuple(self.batch), self.views)
+        views = self.views if self.counts is None else self.most
+        term = Term(self.mean.weight, self.mean.point, tuple(self.batch), views, self.counts)
         with as_captured(self.engine.proved.tracker, self.full):
             found = gradients([self.engine.gradients_of(term)], self.total)
-        real = self.place < self.count
-        self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, self.rows, real)
+        users = self.engine.users_of(term)
+        real, examples = self.place < self.count, self.rows
+        if users is not None:
+            real, examples = users.counts > 0, len(users.counts)
+        self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, examples, real, users)
 
 
 def padded_size(examples: int) -> int:

@@ -6,10 +6,12 @@ Those that are weighted sums of gradients say of which (`Linear`): an engine nee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.func import vmap
 
@@ -28,6 +30,8 @@ class Term:
     point: Parameters
     batch: Batch
     views: int = 1
+    counts: Tensor | None = None
+    """Where examples have unequal numbers of views: how many each has, up to `views`. Rows after them are nobody's."""
 
 
 class Linear(ABC):
@@ -59,6 +63,38 @@ def _mean(field: Field, term: Term) -> Parameters:
         return field(term.point, *(part.squeeze(0) for part in term.batch))
     views = vmap(partial(field, term.point), randomness="different")(*term.batch)
     return {name: gradient.mean(0) for name, gradient in views.items()}
+
+
+@dataclass(frozen=True)
+class Mean(Linear):
+    """The mean gradient of an example's rows: [examples, rows, ...].
+
+    Formal guarantees: an example contributes one vector, clipped after averaging, whatever the number of rows.
+    """
+
+    def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
+        return [Term(1.0, point, [part.flatten(0, 1) for part in batch], batch[0].shape[1])]
+
+
+@dataclass(frozen=True)
+class UnequalMean(Linear):
+    """The same of unequal numbers of rows: so many examples with so many rows each, one after another. It is for a
+    whole batch, by an engine that knows it; others take `alike` parts."""
+
+    numbers: tuple[tuple[int, int], ...]
+
+    def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
+        examples, rows = np.array(self.numbers).T
+        counts = torch.from_numpy(rows.repeat(examples)).to(batch[0].device, non_blocking=True)
+        return [Term(1.0, point, batch, int(rows.max()), counts)]
+
+    def alike(self, batch: Batch) -> Iterator[tuple[Batch, Transform]]:
+        """Batches of examples with the same number of rows, each with the transform for it."""
+        first = 0
+        for examples, rows in self.numbers:
+            part = [each[first : first + examples * rows].unflatten(0, (examples, rows)) for each in batch]
+            yield part, Mean()
+            first += examples * rows
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,8 +45,8 @@ class Microbatch:
 
     def rows_of_each(self) -> Tensor:
         """The number of rows of each of its users, in the order of the rows."""
-        users, rows = torch.tensor(self.users, dtype=torch.long).view(-1, 2).unbind(1)
-        return rows.repeat_interleave(users)
+        users, rows = np.array(self.users, dtype=np.int64).reshape(-1, 2).T
+        return torch.from_numpy(rows.repeat(users))
 
 
 class MicrobatchQueue:

@@ -16,6 +16,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -520,9 +521,9 @@ class Passes:
 
     def _weights(self, part: Microbatch) -> Tensor:
         """Of each row of a part of users: one over the number of the user's rows."""
-        each = [(users * rows, 1 / rows) for users, rows in part.users] + [(part.rows - part.size, 0.0)]
-        counts, weights = (torch.tensor(column) for column in zip(*each, strict=True))
-        return weights.repeat_interleave(counts).to(self.device, non_blocking=True)
+        counts = [*(users * rows for users, rows in part.users), part.rows - part.size]
+        weights = np.array([*(1 / rows for _, rows in part.users), 0.0], dtype=np.float32)
+        return torch.from_numpy(weights.repeat(counts)).to(self.device, non_blocking=True)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 

@@ -691,20 +691,20 @@ class Training(HoldsKey):
         charges, right = Charges(self.ledger.ask), right_answers(model, form)
         engine: Any = SecondMoments(model) if self.method.probe.solves else make(model, loss, self.layout)
         prepare(next(model.parameters()).device)
+        unequal = False
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
             limit, asked = min(part or LARGEST_SUM, most, LARGEST_SUM), self._asked_examples
-            if isinstance(asked, UserExamples):  # a batch has users of one number of rows
-                for views, users in asked.numbers.items():
-                    sizes = sizes_of(max(2, users // self.group.size), rate, max(2, limit // views))
-                    engine.expect(sizes[:: 1 + len(asked.numbers) // 5], examples.pads, views)
+            if isinstance(asked, UserExamples):
+                rows = min(part or LARGEST_SUM, LARGEST_SUM)
+                unequal = engine.expect_users(asked.numbers, self.group.size, rate, rows, examples.pads)
             else:
                 each = max(1, examples.population // self.group.size)
                 engine.expect(sizes_of(each, rate, limit), examples.pads)
         asked = self._asked_examples
         answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
         if isinstance(asked, UserExamples):
-            answering = UserEngine(answering)
+            answering = UserEngine(answering, unequal)
         sums, whole = Sums(self.group), _as_it_is
         if shards is not None:
             answering = Sharded(engine, shards)

@@ -90,9 +90,15 @@ class Proved:
         """Labels of earlier batches stay: what a model keeps of them is not this batch's own."""
 
     def gradients(
-        self, losses: Callable[[Rows, Tracker], Tensor], rows: Rows, environment: Environment, views: int, weight: float
+        self,
+        losses: Callable[[Rows, Tracker], Tensor],
+        rows: Rows,
+        environment: Environment,
+        views: int,
+        weight: float | Tensor,
     ) -> dict[str, list[Gradient]]:
-        """The gradients of `weight` times each example's losses, which has `views` rows side by side."""
+        """The gradients of `weight` times each example's losses, which has `views` rows side by side; or of each row's
+        own weight."""
         tracker = self.tracker
         for promoting in (True, False):
             tracker.promoted = 0
@@ -111,7 +117,7 @@ class Proved:
         rows: Rows,
         environment: Environment,
         views: int,
-        weight: float,
+        weight: float | Tensor,
     ) -> dict[str, list[Gradient]]:
         found: dict[str, list[Gradient]] = {}
 
@@ -134,7 +140,8 @@ class Proved:
                     raise NotApart("the losses are not in the order of the examples")
                 require_unwritten(self.model, tracker, environment)
                 if outputs.requires_grad:
-                    seed = torch.full_like(outputs, weight)
+                    seed = torch.full_like(outputs, 1.0 if isinstance(weight, Tensor) else weight)
+                    seed = seed * weight if isinstance(weight, Tensor) else seed
                     torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
                     now.settle()
                 require_unwritten(self.model, tracker, environment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
 from vestige.mechanism.examples import Draw, Examples
-from vestige.mechanism.gradient_transforms import Linear, Term, one_after
+from vestige.mechanism.gradient_transforms import Mean, UnequalMean, one_after
 from vestige.mechanism.users.ownership import Ownership, RowsOfEach
 from vestige.randomness.keys import Randomness
 
@@ -20,26 +19,32 @@ class UserBatch(list[Tensor]):
     """A batch of users who have the same number of rows, more than one: [users, rows, ...]."""
 
 
-@dataclass(frozen=True)
-class Mean(Linear):
-    """The mean gradient of a user's rows.
+class UnequalUsers(list[Tensor]):
+    """A batch of users who may have different numbers of rows, [rows, ...]: so many users with so many rows each, one
+    after another."""
 
-    Formal guarantees: a user contributes one vector, clipped after averaging, whatever the number of rows.
-    """
-
-    def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
-        return [Term(1.0, point, [part.flatten(0, 1) for part in batch], batch[0].shape[1])]
+    def __init__(self, rows: Batch, numbers: Sequence[tuple[int, int]]) -> None:
+        super().__init__(rows)
+        self.numbers = tuple(numbers)
 
 
 class UserEngine:
     """An engine that also takes batches of users: the mean of each one's rows is clipped."""
 
-    def __init__(self, engine: GradientEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: GradientEngine, unequal: bool = False) -> None:
+        """`unequal`: whether the engine takes users with different numbers of rows at once."""
+        self._engine, self._unequal = engine, unequal
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
+        if isinstance(batch, UnequalUsers):
+            mean = UnequalMean(batch.numbers)
+            if self._unequal and transform is None:
+                return self._engine(batch, parameters, clip, into, mean)
+            parts = mean.alike(batch)
+            found = [self._engine(part, parameters, clip, into, one_after(transform, each)) for part, each in parts]
+            return torch.cat(found)
         if not isinstance(batch, UserBatch):  # one row each, as any example
             return self._engine(batch, parameters, clip, into, transform)
         return self._engine(batch, parameters, clip, into, one_after(transform, Mean()))
@@ -48,8 +53,7 @@ class UserEngine:
 class UserExamples:
     """SENSITIVE: users, each with all of its rows or with `cap` of them, drawn anew for every question.
 
-    A part of a sample is a set of users, never of rows, so that the rows of a user are never clipped apart. Users with
-    equally many rows are put together: no row is padded or computed without need.
+    A part of a sample is a set of users, never of rows, so that the rows of a user are never clipped apart.
     """
 
     def __init__(self, examples: Examples, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
@@ -66,27 +70,33 @@ class UserExamples:
     def ahead(self, draw: Draw) -> Callable[[int, Tensor], list[Batch]]:
         def rows_of(index: int) -> tuple[Sequence[Tensor], int | None]:
             parts, seed = draw(index)
-            return [rows.flatten() for part in parts for rows in self._rows(index, part)], seed
+            return [_all(self._rows(index, part)) for part in parts], seed
 
         fetch = self._examples.ahead(rows_of)
 
         def batches(index: int, users: Tensor) -> list[Batch]:
             together = self._rows(index, users)
-            return [batch for rows in together for batch in self._stacked(rows, fetch(index, rows.flatten()))]
+            return self._stacked(together, fetch(index, _all(together)))
 
         return batches
 
-    def _stacked(self, rows: Tensor, found: list[Batch]) -> list[Batch]:
+    def _stacked(self, together: Sequence[Tensor], found: list[Batch]) -> list[Batch]:
         """Fetched rows as batches of users."""
-        users, count = rows.shape
-        if count == 1:
+        numbers = [(rows.shape[0], rows.shape[1]) for rows in together]
+        if all(count == 1 for _, count in numbers):
             return found
+        if len(found) == 1 and len(self.numbers) == 1:
+            return [UserBatch(part.unflatten(0, numbers[0]) for part in found[0])]
         if len(found) == 1:
-            return [UserBatch(part.unflatten(0, (users, count)) for part in found[0])]
+            return [UnequalUsers(found[0], numbers)]
         raise ValueError(
             "sample='users': rows of users differ in shape, and a user's rows are averaged in one batch of one shape; "
             "give a collate_fn that pads to one length, or sample='rows'"
         )
+
+
+def _all(together: Sequence[Tensor]) -> Tensor:
+    return torch.cat([rows.flatten() for rows in together])
 
 
 class KeptExamples:
