@@ -96,7 +96,7 @@ def test_what_is_not_recorded_counts_as_assumed():
     assert {each.name for each in whole if each.status != "assumed"} == {"padding"}
     assert json.dumps([each.to_json() for each in whole])
     shown = lines([each.to_json() for each in whole])
-    assert shown[-1] == "checked: padding has no say"
+    assert shown[-1] == "checked: padding is ignored"
     assert len(shown) == len(ASSUMPTIONS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vestige.renaming import RenamedModules
 
@@ -83,7 +83,7 @@ _EARLIER = {"build": "make_method", "card": "model_card"}
 sys.meta_path.append(RenamedModules())
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name or a submodule on first access: torch takes seconds to import, and many commands of the
     command line do without it."""
     if name in _EARLIER:

@@ -114,7 +114,7 @@ _LIST = (
     ),
     Assumption(
         "padding",
-        "padding has no say",
+        "padding is ignored",
         "an example's loss does not depend on how far its batch was padded: what lies behind its own end is masked in "
         "the model, and ignored in the loss",
         "one long example changes everybody's gradient",
@@ -192,7 +192,7 @@ class Stated:
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.status}: {self.sentence}{detail}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "name": self.name,
             "status": self.status,
@@ -247,15 +247,15 @@ def stated(recorded: Mapping[str, Stated], further: Iterable[Stated] = ()) -> tu
 
 
 def _unrecorded(assumption: Assumption) -> Stated:
-    """Nothing was recorded: the detail says so where a run could have checked it."""
+    """An assumption without a record: assumed, with the detail "not recorded" if a run could have checked it."""
     return Stated(assumption.name, detail="" if assumption.statuses == ONLY_ASSUMED else "not recorded")
 
 
-PRICE_ALONE: tuple[dict[str, Any], ...] = tuple(each.to_json() for each in stated({}))
+PRICE_ALONE: tuple[dict[str, object], ...] = tuple(each.to_json() for each in stated({}))
 """What an epsilon rests on that was computed for a plan: there is no run, so nothing was checked."""
 
 
-def weakest(lists: Iterable[Iterable[Any]]) -> tuple[dict[str, Any], ...]:
+def weakest(lists: Iterable[Iterable[Any]]) -> tuple[dict[str, object], ...]:
     """Of several runs, what holds for all of them; a list of an earlier version's sentences says nothing."""
     known: dict[str, Stated] = {}
     for run in lists:
@@ -278,5 +278,5 @@ def lines(assumptions: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _explained(each: Mapping[str, Any]) -> str:
+def _explained(each: Mapping[str, object]) -> str:
     return f"{each['sentence']} ({each['detail']})" if each["detail"] else str(each["sentence"])

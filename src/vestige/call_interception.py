@@ -17,16 +17,16 @@ class CallInterceptor:
 
     owner: Any
     """Whose module it is."""
-    compiled: Callable[..., Any] | None
+    compiled: Callable[..., object] | None
     """The compiled form, for calls that are not private."""
     dynamo: bool
     """Whether the compiler, which could trace this call, has been imported."""
-    privately: Callable[..., Any]
+    privately: Callable[..., object]
     """How a private call runs: the compiler looks away."""
 
 
 def install_interceptor(
-    module: nn.Module, kind: type[CallInterceptor], owner: Any, private_call: Callable[..., Any]
+    module: nn.Module, kind: type[CallInterceptor], owner: object, private_call: Callable[..., object]
 ) -> None:
     """Calls of the module come to `kind` first, also where it was compiled since, or the compiler was loaded."""
     found: Any = module._compiled_call_impl

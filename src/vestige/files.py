@@ -67,12 +67,12 @@ def lock(handle: int, path: Path) -> None:
         raise OSError(f"cannot lock {path}: {error.strerror}; keep it on a file system that can lock") from error
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda beside: _write_bytes(beside, text.encode()))
 
 
-def write_tensors(path: Path, content: Any) -> None:
+def write_tensors(path: Path, content: object) -> None:
     """A torch file that loads with `weights_only=True` on any machine: tensors on the CPU, numbers and strings, no
     code."""
     import torch  # here, so that records can be read without torch
@@ -82,7 +82,7 @@ def write_tensors(path: Path, content: Any) -> None:
     write_atomically(path, lambda beside: _write_bytes(beside, buffer.getbuffer()))
 
 
-def _on_cpu(content: Any) -> Any:
+def _on_cpu(content: Any) -> object:
     """The same with its tensors on the CPU; a state_dict keeps what it says about its modules."""
     if isinstance(content, dict):
         moved = copy(content)  # of its own kind: a scheduler's milestones are a Counter
@@ -139,7 +139,7 @@ def _sync_folder(folder: Path) -> None:
 T = TypeVar("T")
 
 
-def read_value(kind: type[T], content: Any, name: str) -> T:
+def read_value(kind: type[T], content: object, name: str) -> T:
     """The dataclass that was written as `content`; ValueError names the field of `name` that is wrong."""
     if not isinstance(content, dict):
         raise ValueError(f"{name} is {_shown(content)}, not an object with named fields")
@@ -154,14 +154,14 @@ def read_value(kind: type[T], content: Any, name: str) -> T:
 
 
 @lru_cache(maxsize=64)
-def _parts(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _parts(kind: Any) -> tuple[dict[str, object], tuple[str, ...]]:
     """The types of a dataclass's fields, and which of them have no default."""
     needed = (each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING)
     hints = get_type_hints(kind)
     return {each.name: hints[each.name] for each in fields(kind)}, tuple(needed)
 
 
-def _read(hint: Any, value: Any, name: str) -> Any:
+def _read(hint: Any, value: object, name: str) -> object:
     origin, inner = get_origin(hint), get_args(hint)
     if is_dataclass(hint):
         return read_value(hint, value, name)  # type: ignore[arg-type]
@@ -171,13 +171,13 @@ def _read(hint: Any, value: Any, name: str) -> Any:
         return tuple(_read(inner[0], each, f"{name}[{place}]") for place, each in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
         return {key: _read(inner[1], each, f"{name}.{key}") for key, each in value.items()}
-    if hint is Any or _is(hint, value):
+    if hint in (Any, object) or _is(hint, value):
         return value
     words = {tuple: "a list", Mapping: "an object", int: "a whole number", float: "a number", bool: "true or false"}
     raise ValueError(f"{name} is {_shown(value)}, not {words.get(origin or hint, 'text')}")
 
 
-def _is(hint: Any, value: Any) -> bool:
+def _is(hint: object, value: object) -> bool:
     """Whether a plain value has its type: an int is a float too, and a bool is neither."""
     if get_origin(hint) is Literal or hint is str:
         return isinstance(value, str)
@@ -186,6 +186,6 @@ def _is(hint: Any, value: Any) -> bool:
     return isinstance(value, int) if hint is int else hint is float and isinstance(value, int | float)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     line = repr(value)
     return line if len(line) <= 40 else f"{line[:40]}..."

@@ -13,7 +13,7 @@ def brentq(function: Callable[[float], float], low: float, high: float, **settin
     return float(solve(function, low, high, **settings))
 
 
-def minimize_scalar(function: Callable[[float], float], **settings: Any) -> Any:
+def minimize_scalar(function: Callable[[float], float], **settings: object) -> Any:
     """Where a function of one number is least, as scipy answers it."""
     from scipy.optimize import minimize_scalar as solve
 

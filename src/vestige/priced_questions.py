@@ -47,7 +47,7 @@ class Question:
         """The question as it counts when it is asked after so many resumptions with fresh noise."""
         return self
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"kind": self.kind, **vars(self)}
 
     @staticmethod
@@ -117,7 +117,7 @@ class CyclicGaussian(Question):
     def during(self, attempt: int) -> CyclicGaussian:
         return replace(self, mechanism=attempt)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         row = super().to_json()
         return row if self.mechanism else {key: value for key, value in row.items() if key != "mechanism"}
 
@@ -183,7 +183,7 @@ class GroupedGaussian(Question):
         """The most rows of one user in a step."""
         return self.group if self.cap is None else min(self.cap, self.group)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         row = super().to_json()
         return row if self.cap is not None else {key: value for key, value in row.items() if key != "cap"}
 

@@ -32,7 +32,7 @@ GRAPHS = {"engine": Now("cuda_graphs", {"unrecorded": False}, stays=True)}
 VALIDATION = {"public": Now("validation_data")}
 
 
-def current(arguments: Mapping[str, Any], earlier: Mapping[str, Now], stacklevel: int = 3) -> dict[str, Any]:
+def current(arguments: Mapping[str, object], earlier: Mapping[str, Now], stacklevel: int = 3) -> dict[str, object]:
     """The arguments by their present names; each earlier one is named in a FutureWarning.
 
     >>> with warnings.catch_warnings():

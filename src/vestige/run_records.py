@@ -52,7 +52,7 @@ class Run:
     task: str
     label: str
     method: str
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     budget: PrivacyTarget
     sample_rate: float
     steps: int
@@ -94,7 +94,7 @@ class Run:
     def __str__(self) -> str:
         return f"{self.label} on {self.task}, {self.budget}, {self.stage}, {self.steps} steps, seed {self.seed}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         facts = asdict(self)
         if self.sampling == "poisson":
             del facts["sampling"]  # as until 0.2, when there was no choice
@@ -103,7 +103,7 @@ class Run:
         return facts
 
     @classmethod
-    def from_json(cls, content: Any) -> Run:
+    def from_json(cls, content: object) -> Run:
         """The run that a record describes; ValueError names the field that is wrong."""
         return read_value(cls, content, "its run")
 
@@ -154,14 +154,14 @@ class Terms:
     nonprivate_outputs: bool = False
     schedule: str = "fixed"
     filter_epsilon: float | None = None
-    filter_expects: tuple[Mapping[str, Any], ...] | None = None
+    filter_expects: tuple[Mapping[str, object], ...] | None = None
     """The questions that a Renyi filter expects: they fix its orders and weights before the first answer."""
 
     @classmethod
-    def from_json(cls, content: Any) -> Terms:
+    def from_json(cls, content: object) -> Terms:
         return read_value(cls, content, "the terms")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return _flat(self)
 
 
@@ -226,8 +226,8 @@ class RunResult:
     stopped: str
     run: str | None
     """The run's folder."""
-    diagnostics: Mapping[str, Any]
-    assumptions: tuple[Mapping[str, Any], ...] = ()
+    diagnostics: Mapping[str, object]
+    assumptions: tuple[Mapping[str, object], ...] = ()
     """What the guarantee rests on (`vestige.assumptions`); versions before 0.3 did not write it."""
     ledger: LedgerEnd | None = None
 
@@ -236,10 +236,10 @@ class RunResult:
         _check_assumptions(self.assumptions)
 
     @classmethod
-    def from_json(cls, content: Any) -> RunResult:
+    def from_json(cls, content: object) -> RunResult:
         return read_value(cls, _grouped(cls, content), "the result")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         content = _flat(self)
         if self.statement.epsilon is not None:
             del content["reasons"]
@@ -262,7 +262,7 @@ class CompletedRun:
     steps: int
     seconds: float | None
     stopped: str
-    diagnostics: Mapping[str, Any]
+    diagnostics: Mapping[str, object]
     assumptions: tuple[Any, ...] = ()
     """As in a result; versions before 0.3 wrote sentences."""
     charged: tuple[Mapping[str, Any], ...]
@@ -340,7 +340,7 @@ class FailedRun:
 RunRecord = CompletedRun | FailedRun
 
 
-def read_record(content: Any) -> RunRecord:
+def read_record(content: object) -> RunRecord:
     """The record of a comparison's run; ValueError names the field that is wrong."""
     if not isinstance(content, dict):
         raise ValueError("not a record")
@@ -371,11 +371,11 @@ GROUPS: dict[str, Any] = {"statement": Statement, "terms": Terms, "selection": S
 """Groups whose fields are stored among the record's own."""
 
 
-def _heading(run: Run, status: str) -> dict[str, Any]:
+def _heading(run: Run, status: str) -> dict[str, object]:
     return {"version": FORMAT_VERSION, "id": run.id, "run": run.to_json(), "status": status}
 
 
-def _grouped(kind: Any, content: Any) -> Any:
+def _grouped(kind: Any, content: object) -> object:
     """The keys of a flat file as a record's fields and groups; the keys left over are its diagnostics."""
     if not isinstance(content, dict):
         return content
@@ -390,9 +390,9 @@ def _grouped(kind: Any, content: Any) -> Any:
     return {**made, "diagnostics": rest}
 
 
-def _flat(record: Any) -> dict[str, Any]:
+def _flat(record: Any) -> dict[str, object]:
     """A record or group as the keys of a flat file; an optional field that is None is left out."""
-    content: dict[str, Any] = {}
+    content: dict[str, object] = {}
     for each in fields(record):
         part = getattr(record, each.name)
         if part is None and each.default is None:
@@ -406,7 +406,7 @@ def _flat(record: Any) -> dict[str, Any]:
     return content
 
 
-def _plain(part: Any) -> Any:
+def _plain(part: object) -> object:
     if isinstance(part, Run):
         return part.to_json()
     if is_dataclass(part) and not isinstance(part, type):
@@ -416,19 +416,19 @@ def _plain(part: Any) -> Any:
     return {key: _plain(each) for key, each in part.items()} if isinstance(part, Mapping) else part
 
 
-def _check_diagnostics(name: str, diagnostics: Mapping[str, Any]) -> None:
+def _check_diagnostics(name: str, diagnostics: Mapping[str, object]) -> None:
     for key, value in diagnostics.items():
         if not _numeric(value):
             raise ValueError(f"{name} has an unknown field {key!r}: another version wrote it")
 
 
-def _check_assumptions(assumptions: Iterable[Mapping[str, Any]]) -> None:
+def _check_assumptions(assumptions: Iterable[Mapping[str, object]]) -> None:
     """Refuse what is not of the closed list."""
     for each in assumptions:
         check_assumption(each.get("name"), each.get("status"), each.get("detail"))
 
 
-def _numeric(value: Any) -> bool:
+def _numeric(value: object) -> bool:
     return all(map(_numeric, value)) if isinstance(value, list) else isinstance(value, int | float | None)
 
 

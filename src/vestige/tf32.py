@@ -31,7 +31,7 @@ def tf32_convolutions() -> bool:
     return _allowed(getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn)
 
 
-def _allowed(newer: Any, older: Any) -> bool:
+def _allowed(newer: object, older: Any) -> bool:
     precision = getattr(newer, "fp32_precision", None)
     return bool(older.allow_tf32) if precision is None else precision == "tf32"
 
@@ -76,7 +76,7 @@ def _precision(kind: str) -> str:
 
 
 @contextmanager
-def _tf32(newer: Any, older: Any, allowed: bool) -> Iterator[None]:
+def _tf32(newer: object, older: object, allowed: bool) -> Iterator[None]:
     value: bool | str = allowed
     owner, name = older, "allow_tf32"
     if hasattr(newer, "fp32_precision"):
@@ -96,8 +96,8 @@ def triton_available() -> bool:
 
 
 def seed_draws(device: torch.device, seed: int) -> None:
-    """`torch.manual_seed` for the generators that a model on this device draws from. That one also tells every kind of
-    device that is not there, with a formatted stack each, at every step."""
+    """`torch.manual_seed` for the generators that a model on this device draws from. `torch.manual_seed` itself
+    also seeds every absent kind of device, and formats a stack trace for each, at every step."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

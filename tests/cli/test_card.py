@@ -114,7 +114,7 @@ def test_the_ledger_of_a_loop_has_a_card_at_a_given_delta(tmp_path):
         "3 times a sum over a Poisson sample",
         "| Steps | 3; 3 questions charged |",
         "| The loss is per example | checked (every operator from the loader",
-        "| Padding has no say | not needed (torch's collation",
+        "| Padding is ignored | not needed (torch's collation",
         "dp-sgd (clip=Flat(bound=0.7)",
     ):
         assert words in page, words

@@ -9,7 +9,6 @@ from functools import cached_property
 from html import escape
 from math import exp, inf
 from types import MappingProxyType
-from typing import Any
 
 from vestige.accounting.composition import epsilon
 from vestige.accounting.meaning.meaning import Meaning, meaning
@@ -126,7 +125,7 @@ class Guarantee:
         return f"<p><b>{escape(self.headline)}</b></p><table>{rows}</table>"
 
     @property
-    def listed(self) -> tuple[dict[str, Any], ...]:
+    def listed(self) -> tuple[dict[str, object], ...]:
         """The assumptions as JSON writes them."""
         return tuple(each.to_json() for each in self.assumptions)
 

@@ -63,15 +63,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
-def _whole(least: int) -> Callable[[Any], bool]:
+def _whole(least: int) -> Callable[[object], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
 
 
-def _number(low: float, high: float) -> Callable[[Any], bool]:
+def _number(low: float, high: float) -> Callable[[object], bool]:
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _text(value: Any) -> bool:
+def _text(value: object) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
@@ -80,11 +80,11 @@ def _method(value: Any) -> bool:
     return _text(value) or (named and isinstance(value.get("parts", {}), dict))
 
 
-def _hashes(value: Any) -> bool:
+def _hashes(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
 
 
-FORMS: dict[str, dict[str, Callable[[Any], bool]]] = {
+FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
     "open": {
         "population": _whole(1),
         "canaries": _whole(1),
@@ -111,7 +111,7 @@ DIFFERING = re.compile(r'"\\u0000(seq|previous|step)"')
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def _seal(row: Mapping[str, Any]) -> str:
+def _seal(row: Mapping[str, object]) -> str:
     return hashlib.sha256(_canonical(row).encode()).hexdigest()
 
 
@@ -136,13 +136,13 @@ class Ledger:
         self._paid: set[tuple[int, int]] = set()
         self._file: int | None = None
         self._process = os.getpid()
-        self._like: tuple[Question, tuple[Any, ...], list[str]] | None = None
+        self._like: tuple[Question, tuple[object, ...], list[str]] | None = None
         """What was asked last, and its row in pieces, between which the names of what differs stand."""
 
     def __del__(self) -> None:
         self.close()
 
-    def open(self, facts: Mapping[str, Any]) -> None:
+    def open(self, facts: Mapping[str, object]) -> None:
         """Start a new ledger with the public facts of the run."""
         if self.path is not None:
             try:
@@ -254,7 +254,7 @@ class Ledger:
             )
         return self._file
 
-    def _row(self, question: Question, step: int | str, part: int, sensitivity: float) -> dict[str, Any]:
+    def _row(self, question: Question, step: int | str, part: int, sensitivity: float) -> dict[str, object]:
         place = {"row": "ask", "step": step, "part": part, "attempt": self.attempt}
         return {**place, "sensitivity": sensitivity, **question.to_json()}
 
@@ -268,7 +268,7 @@ class Ledger:
         text = "".join([values[piece] if number % 2 else piece for number, piece in enumerate(self._like[2])])
         self.head, self.rows = hashlib.sha256(text.encode()).hexdigest(), self.rows + 1
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: dict[str, object]) -> None:
         row = {"seq": self.rows, "previous": self.head, **row}
         seal, file = _seal(row), self._writable()
         if file is not None:
@@ -406,7 +406,7 @@ def _rows(path: Path, text: bytes) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _check_form(path: Path, number: int, row: dict[str, Any]) -> None:
+def _check_form(path: Path, number: int, row: dict[str, object]) -> None:
     for name, fits in FORMS.get(str(row.get("row")), {}).items():
         if name not in row and row["row"] != "open":
             raise LedgerError(f"{path}, line {number}: {name!r} is missing")
@@ -416,7 +416,7 @@ def _check_form(path: Path, number: int, row: dict[str, Any]) -> None:
             raise LedgerError(f"{path}, line {number}: {name} is {shown}, which no run writes")
 
 
-def _question(path: Path, number: int, row: dict[str, Any]) -> Question:
+def _question(path: Path, number: int, row: dict[str, object]) -> Question:
     try:
         return Question.from_json(row)
     except (KeyError, TypeError, ValueError) as error:
@@ -424,7 +424,7 @@ def _question(path: Path, number: int, row: dict[str, Any]) -> Question:
         raise LedgerError(f"{path}, line {number}: {what}") from error
 
 
-def _check_chain(path: Path, number: int, row: dict[str, Any], history: LedgerHistory | None) -> None:
+def _check_chain(path: Path, number: int, row: dict[str, object], history: LedgerHistory | None) -> None:
     head = history.head if history else GENESIS
     if row.get("seq") != number - 1:
         raise LedgerError(f"{path}, line {number}: sequence number {row.get('seq')} where {number - 1} was due: a gap")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, exp, expm1, floor, log, sqrt
-from typing import Any
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
@@ -133,7 +132,7 @@ class Composed:
         length = next_fast_len(last - first + 1, real=True)
         if length > LONGEST:
             raise OverflowError(f"a loss distribution of {length} masses")
-        spectrum: Any = 1.0
+        spectrum: object = 1.0
         wrong = 0.0
         for part, count in self._parts:
             tilted = part.tilted(self._tilt, self._step)

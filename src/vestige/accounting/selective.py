@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import isnan
-from typing import Any
 
 from vestige.accounting.composition import epsilon
 from vestige.accounting.meaning.meaning import meaning
@@ -62,7 +61,7 @@ class Trials:
         return {Trial(self.sample_rate, self.sigma_t, *tested): self.trials}
 
 
-def price(run: Trials, accounting_by: str) -> dict[str, Any]:
+def price(run: Trials, accounting_by: str) -> dict[str, object]:
     """An epsilon that holds ("trial-level", "every-trial"), or what the papers claim ("published"), never both as one.
 
     Formal guarantees: `epsilon` bounds a run of so many trials, accepted or not, with parameters fixed in advance.
@@ -71,7 +70,7 @@ def price(run: Trials, accounting_by: str) -> dict[str, Any]:
     if accounting_by not in ACCOUNTANTS:
         raise ValueError(f"accounting={accounting_by!r} must be one of {', '.join(ACCOUNTANTS)}")
     facts = {key: value for key, value in asdict(run).items() if value is not None}
-    result: dict[str, Any] = {"accounting": accounting_by, **facts, "adjacency": ADJACENCY}
+    result: dict[str, object] = {"accounting": accounting_by, **facts, "adjacency": ADJACENCY}
     if run.accepted is not None:
         parts = (run.sample_rate, run.sigma_t, run.validation_rate, run.sigma_v)
         result["published_claim_epsilon"] = published_claim_epsilon(run.accepted, *parts, run.delta)

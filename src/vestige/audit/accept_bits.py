@@ -55,7 +55,7 @@ class Selection:
     claim_broken: bool
     contradicts: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "assumptions": list(PRICE_ALONE)}
 
 

@@ -50,7 +50,7 @@ class Study:
 
     def infer(
         self, case: Case, printed: Mapping[str, Any], data: str | None, device: str, on_models: OnModels | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """One line of the table; `printed` are the paper's figures."""
         name, epsilon = case
         found = infer_membership(
@@ -73,7 +73,7 @@ class Study:
             return make_method(name, sigma_v=sigma_v, validation_batch=max(1, self.examples // 200))
         return make_method("dp-sgd") if name == "dpsgd" else name
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "epsilons": list(self.epsilons)}
 
 

@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -137,7 +137,7 @@ class Inference:
         """Whether all this was computed, without noise, from examples that may be private."""
         return self.task != NAME
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "nonprivate": self.nonprivate, "assumptions": list(PRICE_ALONE)}
 
 

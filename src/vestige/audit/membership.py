@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -108,7 +107,7 @@ def by_shadow_models(target: ArrayLike, shadows: ArrayLike, members: ArrayLike) 
 
 @dataclass(frozen=True)
 class Success:
-    """How well an attack tells members from others, over the targets."""
+    """How well an attack separates members from non-members, over the targets."""
 
     area: Interval
     """Under the ROC: 1/2 for guessing."""
@@ -119,7 +118,7 @@ class Success:
     areas: tuple[float, ...]
     """Of each target."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 

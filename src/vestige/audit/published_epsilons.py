@@ -46,7 +46,7 @@ class Study:
                 ),
             )
 
-    def rows(self, published: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def rows(self, published: Mapping[str, object]) -> Iterator[dict[str, object]]:
         """For each dataset: the updates that the paper's accounting allows at epsilon 1, its claim, and what an
         adversary proves about them."""
         for dataset, settings in self.settings(published):

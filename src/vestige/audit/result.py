@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from vestige.accounting.lower_bounds.attack_rates import Interval
 from vestige.assumptions import PRICE_ALONE
@@ -83,6 +82,6 @@ class InAndOut:
         """Whether all this was computed, without noise, from examples that may be private."""
         return self.task != NAME
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         said = {"contradicts": self.contradicts, "nonprivate": self.nonprivate}
         return {**asdict(self), **said, "assumptions": list(PRICE_ALONE)}

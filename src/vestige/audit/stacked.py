@@ -8,7 +8,6 @@ adds exactly zero to a sum, as if there were no such row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,11 +116,16 @@ class AuditedCurator(StackedCurator):
         return self._share
 
 
-def kept_vectors(learner: Learner, probe: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
+def kept_vectors(learner: Learner, probe: Mapping[str, object], size: int) -> Iterator[tuple[str, Tensor]]:
     """Every vector of the parameters' size that a learner keeps between steps, [runs, size]."""
     optimizer = getattr(learner.mover, "optimizer", None)
     moments = optimizer.state_dict()["state"] if optimizer is not None else {}
-    kept: dict[str, Any] = {"memory": learner.memory, "average": learner.average, "probe": probe, "optimizer": moments}
+    kept: dict[str, object] = {
+        "memory": learner.memory,
+        "average": learner.average,
+        "probe": probe,
+        "optimizer": moments,
+    }
     queue = list(kept.items())
     while queue:
         name, value = queue.pop(0)

@@ -99,7 +99,7 @@ def terms(
     slots: tuple[Slot, ...] = (),
     external_share: float | None = None,
     weight: float | None = None,
-    data: Mapping[str, Any] | None = None,
+    data: Mapping[str, object] | None = None,
     parts: Sequence[str] = (),
 ) -> Terms:
     """The terms of a new book, checked. `expect` is what a usual run asks: it chooses the order that is favoured.
@@ -158,7 +158,7 @@ class Reservation:
     purpose: str
     at: str
     plan: Counter[Question]
-    holder: dict[str, Any] | None
+    holder: dict[str, object] | None
     slot: int | None = None
     part: str = ""
     """Of the rows, the one that it is about; "" is all of them."""
@@ -549,7 +549,7 @@ class Book:
         by: str | None = None,
         slot: str | None = None,
         part: str = "",
-        facts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, object] | None = None,
         held: bool = True,
     ) -> str:
         """Set aside what a run may ask; `BudgetSpent` where it does not fit beside all that is spent and reserved.
@@ -563,7 +563,7 @@ class Book:
             place = writer.admit(wanted, who, slot, part)
             return writer.reserve(wanted, who, purpose, place, part, facts, held)
 
-    def use(self, name: str, plan: History, *, purpose: str, facts: Mapping[str, Any], part: str = "") -> str:
+    def use(self, name: str, plan: History, *, purpose: str, facts: Mapping[str, object], part: str = "") -> str:
         """Make a run's own reservation of one that was made by hand, in which it fits: with at most its rate and steps
         and at least its noise. What the run does not need comes back."""
         wanted = Counter(plan)
@@ -583,14 +583,14 @@ class Book:
             writer.close(by_hand, None, None, "used by a run")
             return writer.reserve(wanted, by_hand.person, purpose, by_hand.slot, part, facts, True)
 
-    def note(self, name: str, facts: Mapping[str, Any]) -> None:
+    def note(self, name: str, facts: Mapping[str, object]) -> None:
         """Write down something about a reservation that is open."""
         with self._held() as writer:
             if name in self.state.open:
                 holder = self.state.open[name].holder
                 writer.write({"row": "reserve", "id": name, "plan": [], "holder": holder, "facts": dict(facts)})
 
-    def take_over(self, name: str, facts: Mapping[str, Any] | None = None) -> bool:
+    def take_over(self, name: str, facts: Mapping[str, object] | None = None) -> bool:
         """Continue a reservation in this process, as a resumed run does; False where it was closed."""
         with self._held() as writer:
             if name not in self.state.open:
@@ -709,7 +709,7 @@ class Writer:
         purpose: str,
         slot: int | None,
         part: str,
-        facts: Mapping[str, Any] | None,
+        facts: Mapping[str, object] | None,
         held: bool,
     ) -> str:
         """Write a reservation that was admitted; its id."""

@@ -59,7 +59,7 @@ class Weights:
         weights[chosen] = weight
         return Weights(tuple(rdp.ORDERS.tolist()), tuple(weights.tolist()), float(rdp.ORDERS[chosen]))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"orders": list(self.orders), "weights": list(self.weights), "favoured": self.favoured}
 
     @staticmethod
@@ -114,7 +114,7 @@ class Slot:
     delta: float = 0.0
     """Of a mechanism outside Vestige: its own delta."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"name": self.name, "asks": prices.to_json(self.asks), **({"delta": self.delta} if self.delta else {})}
 
     @staticmethod
@@ -122,7 +122,7 @@ class Slot:
         return Slot(row["name"], prices.from_json(row["asks"]), row.get("delta", 0.0))
 
 
-def slots_of(content: Any) -> list[Slot]:
+def slots_of(content: object) -> list[Slot]:
     """The slots that a user's file names: each a run by sample_rate, noise_multiplier and steps, by questions, or by
     the epsilon and delta of a mechanism outside Vestige; `times` repeats it."""
     if not isinstance(content, list) or not content:

@@ -46,7 +46,7 @@ ENCODED = np.dtype([("tag", "S1"), ("value", ">f8")])
 KEY_BYTES = 32
 
 
-def hashes_of(data: Any, key: bytes) -> Hashes:
+def hashes_of(data: object, key: bytes) -> Hashes:
     """One hash for each row: of columns (a tuple or list of arrays or tensors of one length, or a mapping by name), or
     of anything with rows: a list, a dataset, a loader's."""
     columns = columns_of(data)
@@ -72,7 +72,7 @@ def hashes_of(data: Any, key: bytes) -> Hashes:
     return np.array([_hash(b"".join(map(_field, row)), key) for row in rows], dtype=np.uint64)
 
 
-def columns_of(data: Any) -> list[Any] | None:
+def columns_of(data: object) -> list[Any] | None:
     """Data that are whole columns, by name where they have names; None where they are rows."""
     data = getattr(data, "tensors", data)  # a TensorDataset
     if isinstance(data, Mapping) and all(
@@ -84,7 +84,7 @@ def columns_of(data: Any) -> list[Any] | None:
     return None
 
 
-def _rows(data: Any) -> Iterator[Any]:
+def _rows(data: object) -> Iterator[object]:
     """The rows of a list, a dataset or a loader's dataset."""
     rows = getattr(data, "dataset", data)
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
@@ -285,8 +285,8 @@ class RowSet:
         return int(found[0]) if len(found) == 1 else None
 
     def unknown(self, hashes: Hashes) -> int:
-        """How many of these rows are not the book's: a row that is there more often than in the book is somebody
-        else's, however alike."""
+        """How many of these rows are not the book's: a row that occurs more often than in the book is
+        another example with equal values."""
         theirs, often = np.unique(hashes, return_counts=True)
         ours = np.searchsorted(self.hashes, theirs, "right") - np.searchsorted(self.hashes, theirs, "left")
         return int(np.maximum(often - ours, 0).sum())

@@ -21,7 +21,7 @@ def person() -> str:
         return f"user {os.getuid()}"
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     return {"host": _host(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 

@@ -38,7 +38,7 @@ Candidates = Sequence[tuple[str, Hashes]]
 class Provenance:
     """Where a run's rows come from, for the book to recognise them. Nothing is read unless there is a book."""
 
-    data: Any = None
+    data: object = None
     """The rows or columns that will be asked about."""
     read: Callable[[bytes], Candidates] | None = None
     """Hashes, under a key, what our own command has read them from; then `data` are known to be made of that."""
@@ -117,7 +117,7 @@ class Spending:
     def reserve(self, path: Path | None, spent: History | None = None, rows: str | None = None, part: str = "") -> None:
         """Reserve the plan, less what was spent of it before, or continue with what this run, or a person, reserved."""
         self._part = part
-        facts: dict[str, Any] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
+        facts: dict[str, object] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
         if rows is not None:
             facts["rows"] = rows
         if self.account.rows_per_user is not None:
@@ -261,7 +261,7 @@ def pay(
     *,
     purpose: str,
     source: Provenance,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
     close: bool = True,
 ) -> str | None:
     """Charge several runs, each what it asks and how often it is made, at once and before the first: a sweep, an audit.

@@ -43,7 +43,7 @@ class BookError(ValueError):
     """The book cannot be trusted, and why."""
 
 
-def sealed(row: Mapping[str, Any]) -> tuple[bytes, str]:
+def sealed(row: Mapping[str, object]) -> tuple[bytes, str]:
     """The line of a row, and its hash."""
     body = encoded(row).encode()
     seal = hashlib.sha256(body).hexdigest()
@@ -60,7 +60,7 @@ class BookFile:
         self._last = 0
         """Where the last row begins."""
 
-    def create(self, row: Mapping[str, Any]) -> None:
+    def create(self, row: Mapping[str, object]) -> None:
         """Make the book with its first row: whole, or not at all. A file that is there already is left alone."""
         if not self.path.parent.is_dir():
             raise ValueError(f"book={str(self.path)!r}: there is no folder {str(self.path.parent)!r}; make it first")
@@ -115,7 +115,7 @@ class BookFile:
                 os.fsync(handle)
             yield Appending(self, handle, rows)
 
-    def append(self, handle: int, row: Mapping[str, Any]) -> Row:
+    def append(self, handle: int, row: Mapping[str, object]) -> Row:
         whole = {"seq": self.count, "previous": self.head, **row}
         line, seal = sealed(whole)
         try:
@@ -224,7 +224,7 @@ class Appending:
     def __init__(self, file: BookFile, handle: int, rows: list[Row]) -> None:
         self.rows, self._file, self._handle = rows, file, handle
 
-    def append(self, row: Mapping[str, Any]) -> Row:
+    def append(self, row: Mapping[str, object]) -> Row:
         """Write a row, durably: it counts when this returns."""
         return self._file.append(self._handle, row)
 

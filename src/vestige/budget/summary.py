@@ -72,7 +72,7 @@ def guarantee(book: Book) -> str:
     )
 
 
-def _filter(book: Book) -> dict[str, Any]:
+def _filter(book: Book) -> dict[str, object]:
     weights = book.terms.weights
     assert weights is not None
     return {
@@ -83,14 +83,14 @@ def _filter(book: Book) -> dict[str, Any]:
     }
 
 
-def _slot(book: Book, place: int, slot: Slot) -> dict[str, Any]:
+def _slot(book: Book, place: int, slot: Slot) -> dict[str, object]:
     used = next((each.id for each in book.state.open.values() if each.slot == place), None)
     done = place in book.state.spent_slots
     asks = [f"{count} x {question!r}" for question, count in slot.asks.items()]
     return {"name": slot.name, "state": "used" if done else "reserved" if used else "free", "asks": asks}
 
 
-def _run(book: Book, held: Reservation) -> dict[str, Any]:
+def _run(book: Book, held: Reservation) -> dict[str, object]:
     curve = prices.total([held.counted], book.terms.adjacency)
     closed = held.closed_at is not None
     state = held.why if closed else "its process ended" if has_ended(held.holder) else "open"
@@ -113,13 +113,13 @@ def _run(book: Book, held: Reservation) -> dict[str, Any]:
     }
 
 
-def _part(book: Book, name: str) -> dict[str, Any]:
+def _part(book: Book, name: str) -> dict[str, object]:
     state, meter = book.state, book.state.filter()
     spent, reserved = (meter.reading(state.curve(reserved=each, part=name)) for each in (False, True))
     return {"part": name, "epsilon_spent": spent, "epsilon_reserved": reserved}
 
 
-def _person(book: Book, name: str) -> dict[str, Any]:
+def _person(book: Book, name: str) -> dict[str, object]:
     state = book.state
     spent = None
     if book.terms.weights is not None:

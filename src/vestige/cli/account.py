@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import inf
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vestige.assumptions import ADJACENCY, PRICE_ALONE
 from vestige.cli.errors import refuse_others
+from vestige.cli.flag_objects import with_flags
 from vestige.cli.terminal import Json, meant, print_json, stdout
 from vestige.units import Users
+
+if TYPE_CHECKING:
+    from vestige.priced_questions import Question
 
 ALWAYS = ("sample_rate", "steps", "delta", "as_json")
 EPOCHS = ("epochs", "steps_per_epoch")
@@ -32,45 +36,47 @@ GAUSSIAN = (
 TRIALS = ("method", "accounting_by", "accepted", "sigma_t", "validation_rate", "sigma_v", "threshold")
 
 
-def account(
-    context: typer.Context,
-    sample_rate: Annotated[float | None, typer.Option(help="Probability q that an example joins a step.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class AccountFlags:
+    """The flags of `vestige account`."""
+
+    sample_rate: Annotated[float | None, typer.Option(help="Probability q that an example joins a step.")] = None
+    steps: Annotated[int | None, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")] = None
     epochs: Annotated[
         int | None, typer.Option(help="Epochs, with --steps-per-epoch: instead of --sample-rate and --steps.")
-    ] = None,
-    steps_per_epoch: Annotated[int | None, typer.Option(help="Steps of an epoch: the rate is one over it.")] = None,
-    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
-    noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
+    ] = None
+    steps_per_epoch: Annotated[int | None, typer.Option(help="Steps of an epoch: the rate is one over it.")] = None
+    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5
+    noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None
+    epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None
     paper_sigma: Annotated[
         float | None, typer.Option(help="The sigma of a memory method's paper; with --beta, gives epsilon.")
-    ] = None,
-    beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
+    ] = None
+    beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0
     groups: Annotated[
         int | None, typer.Option(help="Clipped in this many groups: --paper-sigma is then each group's own.")
-    ] = None,
-    accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
+    ] = None
+    accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld"
     sampling: Annotated[
         str,
         typer.Option(
             help="poisson (a toss for each example and step), allocation (each example in one step of every epoch, "
             "drawn uniformly) or truncated (poisson, at most --max-batch of --examples kept). Others have no price."
         ),
-    ] = "poisson",
-    max_batch: Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")] = None,
+    ] = "poisson"
+    max_batch: Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")] = None
     examples: Annotated[
         int | None, typer.Option(help="Size of the dataset, for truncated samples; with --sample users, users.")
-    ] = None,
+    ] = None
     unit: Annotated[
         str, typer.Option(help="Whose presence is hidden: row, or user (all rows of one).", rich_help_panel="Users")
-    ] = "row",
+    ] = "row"
     rows_per_user: Annotated[
         int | None, typer.Option(help="The most rows that one user has.", rich_help_panel="Users")
-    ] = None,
+    ] = None
     cap: Annotated[
         int | None, typer.Option(help="The most rows of one user that a step keeps.", rich_help_panel="Users")
-    ] = None,
+    ] = None
     sample: Annotated[
         str,
         typer.Option(
@@ -78,10 +84,10 @@ def account(
             "mean of up to --cap rows is clipped once.",
             rich_help_panel="Users",
         ),
-    ] = "rows",
+    ] = "rows"
     method: Annotated[
         str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
-    ] = None,
+    ] = None
     accounting_by: Annotated[
         str,
         typer.Option(
@@ -91,24 +97,27 @@ def account(
             "trial, charged in full; the fallback. published: accepted updates only, which is refuted and no epsilon.",
             rich_help_panel="Selective methods",
         ),
-    ] = "trial-level",
+    ] = "trial-level"
     accepted: Annotated[
         int | None, typer.Option(help="Updates applied, for the published claim.", rich_help_panel="Selective methods")
-    ] = None,
+    ] = None
     sigma_t: Annotated[
         float | None, typer.Option(help="Noise multiplier of the gradient.", rich_help_panel="Selective methods")
-    ] = None,
+    ] = None
     validation_rate: Annotated[
         float | None, typer.Option(help="Chance to join a loss test.", rich_help_panel="Selective methods")
-    ] = None,
+    ] = None
     sigma_v: Annotated[
         float | None, typer.Option(help="Noise multiplier of the loss test.", rich_help_panel="Selective methods")
-    ] = None,
+    ] = None
     threshold: Annotated[
         float | None, typer.Option(help="Accept below this many clip bounds.", rich_help_panel="Selective methods")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    as_json: Json = False
+
+
+@with_flags(AccountFlags)
+def account(context: typer.Context, flags: AccountFlags) -> None:
     """Price a plan without training: epsilon from noise, or noise from epsilon.
 
     Examples:
@@ -132,29 +141,52 @@ def account(
         vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
             --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
-    if method is not None:
+    if flags.method is not None:
         from vestige.accounting.selective import check_selective
 
-        check_selective(method)
-        if sample_rate is None or steps is None:
-            raise ValueError(f"{'sample_rate' if sample_rate is None else 'trials'}=None: {method} is priced by trials")
-        allowed = (*ALWAYS, *TRIALS) if sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")
-        refuse_others(context, allowed, f"{method} is priced trial by trial; its noise is --sigma-t")
-        noise = sigma_t if sigma_t is not None else noise_multiplier
-        facts = {"method": method, "trials": steps, "delta": delta, "sample_rate": sample_rate, "sigma_t": noise}
-        facts |= {"validation_rate": validation_rate, "sigma_v": sigma_v, "threshold": threshold}
-        result = _price_trials(facts, accepted, accounting_by)
-        print_json(result) if as_json else _print_trials(result)
+        check_selective(flags.method)
+        if flags.sample_rate is None or flags.steps is None:
+            raise ValueError(
+                f"{'sample_rate' if flags.sample_rate is None else 'trials'}=None: {flags.method} is priced by trials"
+            )
+        allowed = (*ALWAYS, *TRIALS) if flags.sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")
+        refuse_others(context, allowed, f"{flags.method} is priced trial by trial; its noise is --sigma-t")
+        noise = flags.sigma_t if flags.sigma_t is not None else flags.noise_multiplier
+        facts = {
+            "method": flags.method,
+            "trials": flags.steps,
+            "delta": flags.delta,
+            "sample_rate": flags.sample_rate,
+            "sigma_t": noise,
+        }
+        facts |= {"validation_rate": flags.validation_rate, "sigma_v": flags.sigma_v, "threshold": flags.threshold}
+        result = _price_trials(facts, flags.accepted, flags.accounting_by)
+        print_json(result) if flags.as_json else _print_trials(result)
         return
     refuse_others(context, (*ALWAYS, *GAUSSIAN), "it belongs to the trials of a selective method; give --method, too")
-    _check_one_of(noise_multiplier=noise_multiplier, epsilon=epsilon, paper_sigma=paper_sigma)
-    if beta != 1 and paper_sigma is None:
-        raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
-    pace = _pace(sampling, sample_rate, steps, epochs, steps_per_epoch)
-    drawn = Drawing(sampling, *pace, max_batch, examples, _users(unit, sample, rows_per_user, cap))
-    plan = StepPlan(drawn, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant)
+    _check_one_of(noise_multiplier=flags.noise_multiplier, epsilon=flags.epsilon, paper_sigma=flags.paper_sigma)
+    if flags.beta != 1 and flags.paper_sigma is None:
+        raise ValueError(f"beta={flags.beta} rescales --paper-sigma only: the accounted multiplier already contains it")
+    pace = _pace(flags.sampling, flags.sample_rate, flags.steps, flags.epochs, flags.steps_per_epoch)
+    drawn = Drawing(
+        flags.sampling,
+        *pace,
+        flags.max_batch,
+        flags.examples,
+        _users(flags.unit, flags.sample, flags.rows_per_user, flags.cap),
+    )
+    plan = StepPlan(
+        drawn,
+        flags.delta,
+        flags.noise_multiplier,
+        flags.epsilon,
+        flags.paper_sigma,
+        flags.beta,
+        flags.groups,
+        flags.accountant,
+    )
     result = _price_steps(plan)
-    print_json(result) if as_json else _print_steps(result)
+    print_json(result) if flags.as_json else _print_steps(result)
 
 
 def _check_one_of(**choices: float | None) -> None:
@@ -215,7 +247,7 @@ class Drawing:
     def adjacency(self) -> str:
         return ADJACENCY if self.users is None else self.users.adjacency
 
-    def asked(self, multiplier: float) -> dict[Any, int]:
+    def asked(self, multiplier: float) -> dict[Question, int]:
         """The questions of the plan, each with its count."""
         from vestige.priced_questions import AllocatedGaussian, SampledGaussian, TruncatedGaussian
 
@@ -228,7 +260,9 @@ class Drawing:
         plain = SampledGaussian(self.sample_rate, multiplier)
         if self.users is None or self.users.sample == "users":
             return {plain: self.steps}
-        return {self.users.question(plain): self.steps}
+        of_user = self.users.question(plain)
+        assert of_user is not None, "sampled rows have a price for a user"
+        return {of_user: self.steps}
 
     def epsilon(self, multiplier: float, delta: float, accountant: str) -> float:
         from vestige import accounting
@@ -277,7 +311,7 @@ class StepPlan:
     accountant: str
 
 
-def _price_steps(plan: StepPlan) -> dict[str, Any]:
+def _price_steps(plan: StepPlan) -> dict[str, object]:
     from vestige import accounting, checks
 
     delta, accountant, groups = plan.delta, plan.accountant, plan.groups
@@ -309,7 +343,7 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
         raise ValueError(f"noise_multiplier={multiplier}: group privacy gives no finite epsilon; more noise does")
     by_group = plan.drawn.by_group
     users = plan.drawn.users
-    result: dict[str, Any] = {
+    result: dict[str, object] = {
         "epsilon": found,
         "delta": delta,
         "noise_multiplier": multiplier,
@@ -338,7 +372,7 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
     return result
 
 
-def _print_steps(result: dict[str, Any]) -> None:
+def _print_steps(result: dict[str, object]) -> None:
     by_renyi = "" if result["epsilon_rdp"] is None else f"; by Renyi {result['epsilon_rdp']:.4f}"
     stdout.print(
         f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accountant']}{by_renyi})", markup=False
@@ -356,7 +390,7 @@ def _print_steps(result: dict[str, Any]) -> None:
         )
 
 
-def _drawn(result: dict[str, Any]) -> str:
+def _drawn(result: dict[str, object]) -> str:
     if result["unit"] == "user" and result["sample"] == "users":
         rows = "all its rows" if result["cap"] is None else f"up to {result['cap']} of its rows"
         return f"{_drawn(result | {'unit': 'row'})} of users, the mean of {rows} clipped once"
@@ -369,7 +403,7 @@ def _drawn(result: dict[str, Any]) -> str:
     return f"Poisson rate {result['sample_rate']:g}{most}"
 
 
-def print_meaning(result: dict[str, Any]) -> None:
+def print_meaning(result: dict[str, object]) -> None:
     """What an epsilon means, in words: upper bounds on any attacker, and the epsilon of replacing an example."""
     for line in meant(result, "user" if result.get("unit") == "user" else "example"):
         stdout.print(line, markup=False)
@@ -379,7 +413,7 @@ def print_meaning(result: dict[str, Any]) -> None:
     )
 
 
-def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:
+def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, object]:
     from vestige.accounting.selective import Trials, check_selective, price
 
     check_selective(facts["method"])
@@ -390,7 +424,7 @@ def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: st
     return price(Trials(**facts, accepted=accepted), accounting_by)
 
 
-def _print_trials(result: dict[str, Any]) -> None:
+def _print_trials(result: dict[str, object]) -> None:
     if "epsilon" in result:
         stdout.print(
             f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accounting']}, "

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from vestige.cli.errors import refuse_if_given, refuse_others
+from vestige.cli.flag_objects import with_flags
 from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
 from vestige.files import make_folder
 
+if TYPE_CHECKING:
+    from vestige.audit.inference import Inference
+    from vestige.audit.result import InAndOut
+    from vestige.synthesis.attack import SyntheticMembership
+    from vestige.training.results import OneRun
 
-def audit(
-    context: typer.Context,
+
+@dataclass(frozen=True, kw_only=True)
+class AuditFlags:
+    """The flags of `vestige audit`."""
+
     run: Annotated[
         Path | None,
         typer.Argument(
             help="A run of `vestige train --audit` or `synthesize --audit`: print what its canaries show. With "
             "--membership synthetic, a folder of `vestige synthesize`."
         ),
-    ] = None,
+    ] = None
     method: Annotated[
         str, typer.Option(help="What to attack: a method of `vestige methods`; with --membership also non-private.")
-    ] = "dp-sgd",
+    ] = "dp-sgd"
     membership: Annotated[
         str | None,
         typer.Option(
@@ -35,28 +45,28 @@ def audit(
             "--data (rows that it was made of) and --others.",
             metavar="ATTACKS",
         ),
-    ] = None,
-    shadows: Annotated[int, typer.Option(help="Shadow models of --membership, in pairs on the two halves.")] = 16,
-    targets: Annotated[int, typer.Option(help="Models that --membership attacks.")] = 5,
+    ] = None
+    shadows: Annotated[int, typer.Option(help="Shadow models of --membership, in pairs on the two halves.")] = 16
+    targets: Annotated[int, typer.Option(help="Models that --membership attacks.")] = 5
     task: Annotated[
         str | None,
         typer.Option(
             help="stand-in (made up), a task of `vestige tasks`, or FILE.py:FUNCTION. "
             "[default: stand-in; digits-mlp for --membership]",
         ),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    ] = None
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None
     others: Annotated[
         str | None,
         typer.Option(help="For --membership synthetic: a file of rows of the same kind that were not used."),
-    ] = None,
+    ] = None
     canary: Annotated[
         str,
         typer.Option(
             help="gradient (beyond the bound, along a random direction), mislabelled or blank; selection: attack the "
             "accept bits of dpsur or dpsgd-br, against the papers' claim and our price."
         ),
-    ] = "gradient",
+    ] = "gradient"
     sees: Annotated[
         str | None,
         typer.Option(
@@ -64,39 +74,42 @@ def audit(
             "optimizer at the end; half of the runs choose which) or loss (of the canary at the last model). "
             "[default: releases for a gradient canary, loss for the others]"
         ),
-    ] = None,
-    runs: Annotated[int, typer.Option(help="Runs, half of them with the canary.")] = 2000,
-    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")] = None,
+    ] = None
+    runs: Annotated[int, typer.Option(help="Runs, half of them with the canary.")] = 2000
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")] = None
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")
-    ] = None,
-    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
-    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
-    steps: Annotated[int, typer.Option("--steps", "--trials", help="Steps of each run.")] = 100,
-    lr: Annotated[str, typer.Option(help="Learning rate, or auto.")] = "auto",
+    ] = None
+    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05
+    steps: Annotated[int, typer.Option("--steps", "--trials", help="Steps of each run.")] = 100
+    lr: Annotated[str, typer.Option(help="Learning rate, or auto.")] = "auto"
     examples: Annotated[
         int | None,
         typer.Option(
             help="Other examples, the first of the task's; for --membership all, half of them members. "
             "[default: 100; 1000 for --membership]"
         ),
-    ] = None,
-    confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
-    minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
-    seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
+    ] = None
+    confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95
+    minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0
+    seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0
     budget: Annotated[
         str | None,
         typer.Option(
             help="The book of the task's data (`vestige budget open`): all runs are charged before the first of them.",
             envvar="VESTIGE_BUDGET",
         ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None
     out: Annotated[
         Path | None, typer.Option(help="Also write the result, with the attacker's ROC, as JSON for `vestige report`.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    as_json: Json = False
+
+
+@with_flags(AuditFlags)
+def audit(context: typer.Context, flags: AuditFlags) -> None:
     """Attack a method with a canary, and bound epsilon from below with a confidence.
 
     An audit proves no privacy. It proves that epsilon is at least so much, and exits with code 1 where that is more
@@ -116,101 +129,103 @@ def audit(
 
         vestige audit synth --membership synthetic --data reviews.jsonl --others other-reviews.jsonl
     """
-    if membership == "synthetic":
+    if flags.membership == "synthetic":
         allowed = ("run", "membership", "data", "others", "confidence", "as_json", "out")
         refuse_others(context, allowed, "--membership synthetic looks at a made-up set and trains nothing")
-        _audit_synthetic(run, data, others, confidence, out, as_json)
+        _audit_synthetic(flags.run, flags.data, flags.others, flags.confidence, flags.out, flags.as_json)
         return
     refuse_if_given(context, ("others",), "it is of --membership synthetic")
-    if run is not None:
+    if flags.run is not None:
         refuse_others(context, ("run", "as_json", "out"), "a run of `vestige train --audit` has been made already")
-        _audit_run(run, out, as_json)
+        _audit_run(flags.run, flags.out, flags.as_json)
         return
-    if canary == "selection":
+    if flags.canary == "selection":
         allowed = ("method", "canary", "runs", "steps", "delta", "confidence", "as_json")
         refuse_others(context, allowed, "the attack on accept bits makes its own data and noise")
-        _audit_selection(method, runs, steps, delta, confidence, as_json)
+        _audit_selection(flags.method, flags.runs, flags.steps, flags.delta, flags.confidence, flags.as_json)
         return
     from vestige.cli.models.flags import learning_rate
     from vestige.tf32 import check_device, default_device
 
-    if epsilon is not None and noise_multiplier is not None:
-        raise ValueError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: the noise follows from epsilon")
-    if not minutes > 0:
-        raise ValueError(f"minutes={minutes} must be positive")
-    where = device or default_device()
+    if flags.epsilon is not None and flags.noise_multiplier is not None:
+        raise ValueError(
+            f"epsilon={flags.epsilon} and noise_multiplier={flags.noise_multiplier}: the noise follows from epsilon"
+        )
+    if not flags.minutes > 0:
+        raise ValueError(f"minutes={flags.minutes} must be positive")
+    where = flags.device or default_device()
     check_device(where)
-    if membership is not None:
+    if flags.membership is not None:
         why = "--membership trains no canary; it has --shadows and --targets"
         refuse_if_given(context, ("canary", "sees", "runs", "minutes"), why)
         from vestige.audit.inference import ATTACKS, infer_membership
 
-        with step_progress(not as_json) as bar, graceful_stop() as stopping:
-            show_models = bar(method, shadows + targets)
+        with step_progress(not flags.as_json) as bar, graceful_stop() as stopping:
+            show_models = bar(flags.method, flags.shadows + flags.targets)
 
             def on_models(done: int) -> bool:
-                show_models(done, "shadow models" if done < shadows else "targets", None, None)
+                show_models(done, "shadow models" if done < flags.shadows else "targets", None, None)
                 return not stopping()
 
             _print_membership(
                 infer_membership(
-                    method,
-                    task=task or "digits-mlp",
-                    attacks=tuple(ATTACKS) if membership == "all" else membership.split(","),
-                    shadows=shadows,
-                    targets=targets,
-                    examples=1000 if examples is None else examples,
-                    epsilon=epsilon,
-                    noise_multiplier=noise_multiplier,
-                    delta=delta,
-                    sample_rate=sample_rate,
-                    steps=steps,
-                    lr=learning_rate(lr),
-                    confidence=confidence,
+                    flags.method,
+                    task=flags.task or "digits-mlp",
+                    attacks=tuple(ATTACKS) if flags.membership == "all" else flags.membership.split(","),
+                    shadows=flags.shadows,
+                    targets=flags.targets,
+                    examples=1000 if flags.examples is None else flags.examples,
+                    epsilon=flags.epsilon,
+                    noise_multiplier=flags.noise_multiplier,
+                    delta=flags.delta,
+                    sample_rate=flags.sample_rate,
+                    steps=flags.steps,
+                    lr=learning_rate(flags.lr),
+                    confidence=flags.confidence,
                     device=where,
-                    seed=seed,
-                    data=data,
-                    budget=budget,
+                    seed=flags.seed,
+                    data=flags.data,
+                    budget=flags.budget,
                     on_models=on_models,
                 ),
-                as_json,
+                flags.as_json,
             )
         return
     refuse_if_given(context, ("shadows", "targets"), "they are of --membership")
     from vestige.audit.in_and_out import audit as attack
 
-    if epsilon is None and noise_multiplier is None:
+    if flags.epsilon is None and flags.noise_multiplier is None:
         raise ValueError("give --epsilon or --noise-multiplier: what is to be attacked")
-    with step_progress(not as_json) as bar, graceful_stop() as stopping:
-        show = bar(method, runs)
+    with step_progress(not flags.as_json) as bar, graceful_stop() as stopping:
+        show = bar(flags.method, flags.runs)
 
         def on_runs(done: int) -> bool:
             show(done, None, None, None)
             return not stopping()
 
         found = attack(
-            method,
-            task=task or "stand-in",
-            data=data,
-            budget=budget,
-            canary=canary,
-            sees=sees,
-            runs=runs,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            lr=learning_rate(lr),
-            examples=100 if examples is None else examples,
-            confidence=confidence,
-            seconds=60 * minutes,
-            seed=seed,
+            flags.method,
+            task=flags.task or "stand-in",
+            data=flags.data,
+            budget=flags.budget,
+            canary=flags.canary,
+            sees=flags.sees,
+            runs=flags.runs,
+            epsilon=flags.epsilon,
+            noise_multiplier=flags.noise_multiplier,
+            delta=flags.delta,
+            sample_rate=flags.sample_rate,
+            steps=flags.steps,
+            lr=learning_rate(flags.lr),
+            examples=100 if flags.examples is None else flags.examples,
+            confidence=flags.confidence,
+            seconds=60 * flags.minutes,
+            seed=flags.seed,
             device=where,
             on_runs=on_runs,
         )
-    _write(found, out)
-    if as_json:
+    _write(found, flags.out)
+    if flags.as_json:
         print_json(found.to_json())
     else:
         _print(found)
@@ -218,7 +233,7 @@ def audit(
         sys.exit(1)
 
 
-def _print(found: Any) -> None:
+def _print(found: InAndOut) -> None:
     from vestige.audit.in_and_out import VIEWS
 
     if found.nonprivate:
@@ -256,7 +271,7 @@ def _print(found: Any) -> None:
     stdout.print(_verdict(found), markup=False)
 
 
-def _verdict(found: Any) -> str:
+def _verdict(found: InAndOut) -> str:
     if not found.contradicts:
         return "no contradiction: the accountant's promise stands, as far as this attack can tell"
     if found.epsilon_lower_bound > found.epsilon:
@@ -269,7 +284,7 @@ def _verdict(found: Any) -> str:
     )
 
 
-def _print_membership(found: Any, as_json: bool) -> None:
+def _print_membership(found: Inference, as_json: bool) -> None:
     from vestige.audit.inference import ATTACKS
 
     if found.nonprivate:
@@ -324,7 +339,7 @@ def _audit_selection(method: str, runs: int, trials: int, delta: float, confiden
         sys.exit(1)
 
 
-def _write(found: Any, out: Path | None) -> None:
+def _write(found: InAndOut | OneRun | SyntheticMembership, out: Path | None) -> None:
     if out is not None:
         make_folder(out.parent, "out")
         out.write_text(json.dumps(found.to_json(), allow_nan=False), encoding="utf-8")

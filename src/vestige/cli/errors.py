@@ -37,7 +37,7 @@ class FlagCommand(TyperCommand):
                 error.message = _with_value(error, words)  # type: ignore[attr-defined]
             raise
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         try:
             return super().invoke(ctx)
         except ValueError as error:

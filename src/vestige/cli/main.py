@@ -68,7 +68,7 @@ class Commands(TyperGroup):
         name, listed, rest = super().resolve_command(ctx, args)
         return name, None if listed is None else load(str(listed.name)), rest
 
-    def main(self, *args: Any, **settings: Any) -> Any:
+    def main(self, *args: Any, **settings: Any) -> object:
         with one_line_errors():
             code = super().main(*args, **{**settings, "prog_name": "vestige", "standalone_mode": False})
             if code == INTERRUPTED:  # Ctrl-C in newer versions of typer; older ones raise Abort themselves
@@ -80,7 +80,7 @@ TOGETHER = ("train", "finetune")
 """The commands that several processes run together."""
 
 
-def load(name: str) -> Any:
+def load(name: str) -> object:
     """Import a command, with all its options, from its module."""
     if name not in TOGETHER:
         require_alone(f"vestige {name}")

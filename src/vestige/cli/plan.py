@@ -3,44 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from vestige.cli.errors import refuse_if_given
+from vestige.cli.flag_objects import with_flags
 from vestige.cli.terminal import Json, print_json, stderr, stdout
 
+if TYPE_CHECKING:
+    from vestige.recipes.recipe import Recipe
 
-def plan(
-    context: typer.Context,
-    examples: Annotated[int, typer.Option(help="How many examples there are: a public number.")],
-    epsilon: Annotated[float, typer.Option(help="Privacy budget.")],
-    time: Annotated[str, typer.Option(help="How long training may take: 90s, 30m, 1h.")],
-    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
-    kind: Annotated[str, typer.Option(help="Of data: images, features, text or tabular.")] = "images",
-    recipe: Annotated[str | None, typer.Option(help="Plan this recipe (default: the usual one of the kind).")] = None,
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """The flags of `vestige plan`."""
+
+    examples: Annotated[int, typer.Option(help="How many examples there are: a public number.")]
+    epsilon: Annotated[float, typer.Option(help="Privacy budget.")]
+    time: Annotated[str, typer.Option(help="How long training may take: 90s, 30m, 1h.")]
+    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5
+    kind: Annotated[str, typer.Option(help="Of data: images, features, text or tabular.")] = "images"
+    recipe: Annotated[str | None, typer.Option(help="Plan this recipe (default: the usual one of the kind).")] = None
     model: Annotated[
         str | None, typer.Option(help="Time this network here, on made-up examples (default: the recipe's).")
-    ] = None,
-    shape: Annotated[str, typer.Option(help="Shape of an example: 3,32,32 for images.")] = "3,32,32",
+    ] = None
+    shape: Annotated[str, typer.Option(help="Shape of an example: 3,32,32 for images.")] = "3,32,32"
     views_per_second: Annotated[
         float | None, typer.Option(help="Throughput, if it is known: nothing is timed then.")
-    ] = None,
+    ] = None
     users: Annotated[
         int | None,
         typer.Option(
             help="How many users the rows belong to: also compare what hides all rows of one.", rich_help_panel="Users"
         ),
-    ] = None,
-    rows_per_user: Annotated[
-        int | None, typer.Option(help="The most rows that one has.", rich_help_panel="Users")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Where to time it: cpu, cuda, ...")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the plan as one page, FILE.html.")] = None,
-    as_json: Json = False,
-) -> None:
+    ] = None
+    rows_per_user: Annotated[int | None, typer.Option(help="The most rows that one has.", rich_help_panel="Users")] = (
+        None
+    )
+    device: Annotated[str | None, typer.Option(help="Where to time it: cpu, cuda, ...")] = None
+    out: Annotated[Path | None, typer.Option(help="Also write the plan as one page, FILE.html.")] = None
+    as_json: Json = False
+
+
+@with_flags(PlanFlags)
+def plan(context: typer.Context, flags: PlanFlags) -> None:
     """Choose batch, steps, noise and learning rate for a budget of privacy and time, before any data is touched.
 
     Every batch and number of steps has its noise at this epsilon, and with it a signal: a whole run's gradients over a
@@ -60,31 +70,43 @@ def plan(
     from vestige.recipes.planner import USUAL, Budget, seconds_of
     from vestige.recipes.planner import plan as planned
 
-    if (users is None) != (rows_per_user is None):
+    if (flags.users is None) != (flags.rows_per_user is None):
         raise ValueError("give --users and --rows-per-user, both of them: all that is hidden belongs to one of so many")
-    seconds = seconds_of(time)
-    if recipe is None and kind not in USUAL:
-        raise ValueError(f"kind={kind!r} must be one of {', '.join(USUAL)}")
-    if recipe is not None:
+    seconds = seconds_of(flags.time)
+    if flags.recipe is None and flags.kind not in USUAL:
+        raise ValueError(f"kind={flags.kind!r} must be one of {', '.join(USUAL)}")
+    if flags.recipe is not None:
         refuse_if_given(context, ("kind",), "a recipe is for one kind of data")
-    wanted = find(recipe or USUAL[kind])
-    if views_per_second is None:
-        price: dict[str, Any] = {"examples": examples, "epsilon": epsilon, "delta": delta, "seconds": seconds}
-        views_per_second = _timed(
-            wanted, model, shape, device, lambda views: planned(Budget(**price, views_per_second=views), recipe, kind)
+    wanted = find(flags.recipe or USUAL[flags.kind])
+    speed = flags.views_per_second
+    if speed is None:
+        price: dict[str, Any] = {
+            "examples": flags.examples,
+            "epsilon": flags.epsilon,
+            "delta": flags.delta,
+            "seconds": seconds,
+        }
+        speed = _timed(
+            wanted,
+            flags.model,
+            flags.shape,
+            flags.device,
+            lambda views: planned(Budget(**price, views_per_second=views), flags.recipe, flags.kind),
         )
     else:
         refuse_if_given(context, ("model", "device", "shape"), "the throughput is given, and nothing is timed")
-    budget = Budget(examples=examples, epsilon=epsilon, delta=delta, seconds=seconds, views_per_second=views_per_second)
-    found = planned(budget, recipe, kind).to_json()
-    if users is not None and rows_per_user is not None:
-        found["users"] = _for_users(found["choice"], users, rows_per_user, epsilon, delta)
-    if out is not None:
+    budget = Budget(
+        examples=flags.examples, epsilon=flags.epsilon, delta=flags.delta, seconds=seconds, views_per_second=speed
+    )
+    found = planned(budget, flags.recipe, flags.kind).to_json()
+    if flags.users is not None and flags.rows_per_user is not None:
+        found["users"] = _for_users(found["choice"], flags.users, flags.rows_per_user, flags.epsilon, flags.delta)
+    if flags.out is not None:
         from vestige.files import make_folder
 
-        make_folder(out.parent)
-        out.write_text(report.page(found), encoding="utf-8")
-    if as_json:
+        make_folder(flags.out.parent)
+        flags.out.write_text(report.page(found), encoding="utf-8")
+    if flags.as_json:
         print_json(found)
         return
     for line in report.findings(found):
@@ -106,13 +128,13 @@ def plan(
     stdout.print(found["command"], markup=False)
     if "users" in found:
         _print_users(found["users"], found["choice"])
-    if out is not None:
-        stdout.print(f"wrote {out}", markup=False)
+    if flags.out is not None:
+        stdout.print(f"wrote {flags.out}", markup=False)
 
 
 def _for_users(
     choice: dict[str, Any], users: int, rows_per_user: int, epsilon: float, delta: float
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     from dataclasses import asdict
 
     from vestige.recipes.rows_or_users import mechanisms
@@ -121,7 +143,7 @@ def _for_users(
     return [asdict(each) for each in mechanisms(**sizes, epsilon=epsilon, delta=delta)]
 
 
-def _print_users(found: list[dict[str, Any]], choice: dict[str, Any]) -> None:
+def _print_users(found: list[dict[str, Any]], choice: dict[str, object]) -> None:
     """What hides all rows of one user, at as many rows a step and as many steps."""
     stdout.print(
         f"to hide all rows of one user at the same epsilon, {choice['batch']:,} rows a step, {choice['steps']:,} steps "
@@ -147,7 +169,9 @@ OPTIMISTIC = 8.0
 """How much faster views may be in a batch than one example at a time."""
 
 
-def _timed(recipe: Any, model: str | None, shape: str, device: str | None, planned: Callable[[float], object]) -> float:
+def _timed(
+    recipe: Recipe, model: str | None, shape: str, device: str | None, planned: Callable[[float], object]
+) -> float:
     """Views a second on this machine. Where one example shows that no plan fits the time, the rest is not timed."""
     from vestige.recipes.throughput import views_per_second
     from vestige.tf32 import check_device, default_device

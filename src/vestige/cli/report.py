@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vestige.cli.errors import refuse_if_given
 from vestige.cli.models.card import statement_of
 from vestige.cli.terminal import stdout
+
+if TYPE_CHECKING:
+    from vestige.compare.folder import ComparisonFolder
 
 
 def report(
@@ -125,7 +128,7 @@ def write_audits(files: list[Path], out: Path | None, figures: Path | None, titl
     return path
 
 
-def _audit(path: Path) -> dict[str, Any]:
+def _audit(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -146,7 +149,7 @@ def _size(bytes_: int) -> str:
     return f"{size}, more than the {LARGE / 1e6:g} MB a page should have: compare fewer tasks or budgets in one folder"
 
 
-def _paper(comparison: Any) -> dict[str, Any] | None:
+def _paper(comparison: ComparisonFolder) -> dict[str, object] | None:
     """The paper's printed values beside ours, if the folder was made by `vestige reproduce`."""
     from vestige.compare import paper_presets as known
 

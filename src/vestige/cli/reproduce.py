@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -23,6 +23,11 @@ from vestige.cli.run_comparison import (
     show,
 )
 from vestige.cli.terminal import Json, graceful_stop, print_json, stdout, step_progress
+
+if TYPE_CHECKING:
+    from vestige.audit.published_epsilons import Study
+    from vestige.compare.paper_presets import Preset
+    from vestige.compare.specification import Specification
 
 EXECUTION = ("engine", "ray_address", "workers", "stack", "seeds", "reproducible")
 """Options of presets that are made of runs."""
@@ -138,7 +143,9 @@ def reproduce(
         sys.exit(1)
 
 
-def _without_privacy(preset: Any, specification: Any, small: bool, device: str | None, path: Path) -> list[Any]:
+def _without_privacy(
+    preset: Preset, specification: Specification, small: bool, device: str | None, path: Path
+) -> list[dict[str, object]]:
     """NOT PRIVATE: each dataset's column without privacy, beside the printed one; made once, and kept."""
     import copy
 
@@ -166,7 +173,7 @@ def _without_privacy(preset: Any, specification: Any, small: bool, device: str |
     return rows
 
 
-def _lower_bounds(study: Any, as_json: bool) -> None:
+def _lower_bounds(study: Study, as_json: bool) -> None:
     """Print the epsilon that an adversary proves at a paper's own settings, beside the paper's claim."""
     from vestige.compare.paper_presets import published
 
@@ -176,7 +183,9 @@ def _lower_bounds(study: Any, as_json: bool) -> None:
     for row in study.rows(published()):
         rows.append(row)
         numbers = (f"{row[key]:.3f}" for key in ("claimed", "epsilon", "without_rejection"))
-        table.add_row(row["dataset"], str(row["updates"]), *numbers, "refuted" if row["refuted"] else "not refuted")
+        table.add_row(
+            str(row["dataset"]), str(row["updates"]), *numbers, "refuted" if row["refuted"] else "not refuted"
+        )
     if as_json:
         print_json({"preset": study.name, "paper": study.paper, "rows": rows, "notes": list(study.notes)})
         return
@@ -321,7 +330,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
     stdout.print(f"written to {path}; trained on these images again and again: not private", markup=False)
 
 
-def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], assumed: Sequence[str]) -> None:
+def _show_paper(preset: Preset, beside: Sequence[dict[str, Any]], assumed: Sequence[str]) -> None:
     """Print the paper's values beside ours, and all that was assumed."""
     if beside:
         table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")

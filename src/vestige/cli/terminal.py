@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -31,7 +31,7 @@ Trust = Annotated[
 LARGEST_SEED = 2**63 - 1
 
 
-def print_json(content: dict[str, Any]) -> None:
+def print_json(content: dict[str, object]) -> None:
     if not followed():
         print(json.dumps(content, allow_nan=False))
 
@@ -47,7 +47,7 @@ def verified(fault: type[ValueError], as_json: bool) -> Iterator[None]:
         fail(f"NOT VERIFIED: {error}", 1)
 
 
-def meant(result: dict[str, Any], unit: str = "example") -> list[str]:
+def meant(result: dict[str, object], unit: str = "example") -> list[str]:
     """What an epsilon means, in words, from the fields of an `accounting.Meaning`; `unit` is what is hidden."""
     if result.get("attacker_accuracy") is None:
         return []
@@ -144,7 +144,7 @@ def sigterm_as_ctrl_c() -> Iterator[Callable[[], None]]:
     before = {number: signal.signal(number, interrupt) for number in numbers}
     report = sys.unraisablehook
 
-    def send_again(unraisable: Any) -> None:
+    def send_again(unraisable: sys.UnraisableHookArgs) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             Timer(0.01, _thread.interrupt_main).start()  # at once, it would be raised in here, and lost too
         else:

@@ -163,7 +163,7 @@ def doctor(
         model = fixed(model)
     findings = examine(model, loss, examples)
     wrong = any(finding.level == "error" for finding in findings)
-    result: dict[str, Any] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}
+    result: dict[str, object] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}
     if fix:
         result["replaced"] = replaced
     if parity and not wrong:
@@ -182,7 +182,10 @@ def doctor(
 
 def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
     if "replaced" in result:
-        _print_replaced(result["replaced"])
+        for line in result["replaced"]:
+            stdout.print(f"replaced: {line}", markup=False)
+        way = "in Python: model = vestige.fix(model)" if result["replaced"] else "vestige.fix finds nothing to replace"
+        stdout.print(way, markup=False)
     for finding in result["findings"]:
         stdout.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
     if not result["findings"]:
@@ -191,13 +194,6 @@ def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
         _print_parity(result["parity"])
     if "physical_batch" in result:
         stdout.print(f"physical batch: {result['physical_batch']}", markup=False)
-
-
-def _print_replaced(lines: list[str]) -> None:
-    for line in lines:
-        stdout.print(f"replaced: {line}", markup=False)
-    way = "in Python: model = vestige.fix(model)" if lines else "vestige.fix finds nothing to replace"
-    stdout.print(way, markup=False)
 
 
 def _print_parity(parity: dict[str, Any]) -> None:

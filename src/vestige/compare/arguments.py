@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from vestige.renaming import CLIP, current
 
 
-def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
+def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, object]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
     from vestige.methods.registry import ALIASES, METHODS, as_written, nearest
 
-    found: list[tuple[str, str, dict[str, Any]]] = []
+    found: list[tuple[str, str, dict[str, object]]] = []
     for word in words:
         if word == "all":
             found += [(name, name, {}) for name in METHODS]
@@ -31,7 +30,7 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     return found
 
 
-def try_to_build(word: str, name: str, options: dict[str, Any]) -> None:
+def try_to_build(word: str, name: str, options: dict[str, object]) -> None:
     """Refuse an option that no run could use, before a folder is created."""
     from vestige.methods.registry import as_given, make_method
 
@@ -41,14 +40,14 @@ def try_to_build(word: str, name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"{word} cannot be built: {error}") from None
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"method={text!r} is not option=value, as in fo-dp-sgd:beta=0.8,window=4")
     return key.strip().replace("-", "_"), _value(value)
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except ValueError:
@@ -64,9 +63,9 @@ def _parts(text: str) -> list[str]:
     return re.split(r",(?![^\[]*\])", text)
 
 
-def grids(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def grids(words: Sequence[str]) -> dict[str, tuple[object, ...]]:
     """Several grids, each for a different option."""
-    found: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, tuple[object, ...]] = {}
     for word in words:
         key, values = grid(word)
         if key in found:
@@ -75,7 +74,7 @@ def grids(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def grid(text: str) -> tuple[str, tuple[Any, ...]]:
+def grid(text: str) -> tuple[str, tuple[object, ...]]:
     """option=value,value,... as the option, as records call it, and its values."""
     from vestige.methods.registry import as_written
 

@@ -50,7 +50,7 @@ class Study:
     """More than the trials cost: DPSGD-BR's noise follows from answers, so a filter must know its end."""
 
 
-def walk(study: Study, label: str, seed: int) -> tuple[Array, dict[str, Any]]:
+def walk(study: Study, label: str, seed: int) -> tuple[Array, dict[str, object]]:
     """The weights before the first and after every trial, and where the run ended."""
     task = tasks.load("digits-mlp", None, seed)
     model, selective = copy.deepcopy(task.model), label != "dp-sgd"
@@ -92,7 +92,7 @@ def plane(paths: Mapping[str, Array]) -> tuple[Array, Array]:
     return centre, np.linalg.svd(points - centre, full_matrices=False)[2][:2]
 
 
-def drawn(paths: Mapping[str, Array], seed: int = 0) -> dict[str, Any]:
+def drawn(paths: Mapping[str, Array], seed: int = 0) -> dict[str, object]:
     """The paths of one seed as coordinates on their plane, and the test loss on a grid around them."""
     task = tasks.load("digits-mlp", None, seed)
     centre, axes = plane(paths)

@@ -80,7 +80,7 @@ def perform(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
         yield from perform(rest[first : first + size], machine)
 
 
-def stackable(run: Run, machine: Machine) -> tuple[Any, ...] | None:
+def stackable(run: Run, machine: Machine) -> tuple[object, ...] | None:
     """What runs of one stack have in common, or None if this run must be made alone."""
     if not machine.stack or run.physical_batch is not None or run.task not in tasks.names():
         return None
@@ -222,12 +222,12 @@ class _Trace:
 
     run: Run
     curve: list[tuple[float | None, ...]] = field(default_factory=list)
-    series: dict[str, list[Any]] = field(default_factory=dict)
+    series: dict[str, list[object]] = field(default_factory=dict)
 
     def evaluated(self, steps: int, score: float, epsilon: float | None, loss: float) -> None:
         self.curve.append((steps, score, epsilon, loss if isfinite(loss) else None))
 
-    def showed(self, step: int, diagnostics: Mapping[str, Any]) -> None:
+    def showed(self, step: int, diagnostics: Mapping[str, object]) -> None:
         for name, value in diagnostics.items():
             shown = value.tolist() if hasattr(value, "tolist") else value
             if isinstance(shown, int | float) or (isinstance(shown, list) and len(shown) <= LARGEST_DIAGNOSTIC):
@@ -240,13 +240,13 @@ class _Trace:
         return dict(zip(names, (score, tuple(self.curve)), strict=True))
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     if isinstance(value, list):
         return [_rounded(each) for each in value]
     return float(f"{value:.4g}") if isinstance(value, int | float) and isfinite(value) else None
 
 
-def _charged(asked: Mapping[Question, int]) -> tuple[dict[str, Any], ...]:
+def _charged(asked: Mapping[Question, int]) -> tuple[dict[str, object], ...]:
     return tuple({**question.to_json(), "count": count} for question, count in asked.items())
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vestige.compare.run_grid import membership
 from vestige.compare.specification import Specification
@@ -126,7 +125,7 @@ class ComparisonFolder:
         return removed
 
 
-def _compared(specification: Specification) -> Any:
+def _compared(specification: Specification) -> object:
     """As it would be read back, without the paths of the data, which may differ from machine to machine."""
     nowhere = tuple(replace(problem, data=None) for problem in specification.problems)
     content = json.loads(json.dumps(replace(specification, problems=nowhere).to_json()))

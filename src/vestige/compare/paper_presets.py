@@ -164,7 +164,7 @@ def timed_in(folder: Path) -> bool:
 # --- beside the paper ------------------------------------------------------------------------------------------------
 
 
-def beside(preset: Preset, records: Iterable[RunRecord]) -> list[dict[str, Any]]:
+def beside(preset: Preset, records: Iterable[RunRecord]) -> list[dict[str, object]]:
     """Each printed number with ours: as in the paper, at the automatic rate, and at that rate where all methods spend
     one epsilon; None where no run matches."""
     rows, done = [], completed(records)
@@ -230,7 +230,7 @@ def _quantity(record: CompletedRun, quantity: str) -> float | None:
 @lru_cache(maxsize=1)
 def published() -> dict[str, Any]:
     """The figures printed in the papers, as data. They are claims, set beside ours; none of them is a guarantee."""
-    content: dict[str, Any] = json.loads((resources.files("vestige") / "data" / "published.json").read_text())
+    content: dict[str, object] = json.loads((resources.files("vestige") / "data" / "published.json").read_text())
     return content
 
 
@@ -268,7 +268,7 @@ def _preset(name: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> 
     )
 
 
-def _problem(task: str, entry: Mapping[str, Any], printed: Mapping[str, Any] | None) -> dict[str, Any]:
+def _problem(task: str, entry: Mapping[str, Any], printed: Mapping[str, Any] | None) -> dict[str, object]:
     if printed is None:
         return {"task": task}
     ((_, row),) = _numbers(published(), printed["initial"].split("/"), (), ())
@@ -297,7 +297,7 @@ def _numbers(
     head, *rest = path
     word = head.strip("{}")
     if word == head:
-        steps: Iterable[tuple[Any, Any]] = [(None, tree[int(head)] if isinstance(tree, list) else tree[head])]
+        steps: Iterable[tuple[object, object]] = [(None, tree[int(head)] if isinstance(tree, list) else tree[head])]
     elif word == "budget":
         steps = zip(budgets, tree, strict=True)
     else:

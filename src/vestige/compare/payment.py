@@ -78,7 +78,7 @@ def _goes_on(book: Book, folder: ComparisonFolder, reservations: list[str]) -> b
     held = book.state.open.get(reservations[-1]) if reservations else None
     if held is None or held.facts.get("path") != str(folder.path.resolve()):
         return False
-    session: dict[str, Any] | None = held.facts.get("session")
+    session: dict[str, object] | None = held.facts.get("session")
     if session is not None:
         return not has_ended(session)  # another process makes runs of this folder now
     return held.facts.get("on_record") == _on_record(folder)

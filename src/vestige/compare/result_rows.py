@@ -95,7 +95,7 @@ def _one_per_seed(found: Iterable[RunRecord]) -> dict[int, CompletedRun]:
     return {record.run.seed: record for record in ordered}
 
 
-def _row(key: RowKey, found: Sequence[RunRecord], verdict: Verdict | None) -> dict[str, Any]:
+def _row(key: RowKey, found: Sequence[RunRecord], verdict: Verdict | None) -> dict[str, object]:
     done = list(_one_per_seed(found).values())
     summary = summarise([record.score for record in done]) if done else None
     difference = verdict.difference if verdict else None
@@ -140,7 +140,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def choices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, Any]]:
+def choices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, object]]:
     """Which tuning point won where, for which final seed (None: for all), and with what validation accuracy."""
     if "tuned" not in specification.rates:
         return []
@@ -167,14 +167,14 @@ def choices(specification: Specification, grid: Grid, records: Records) -> list[
     ]
 
 
-def _named(cell: Cell) -> dict[str, Any]:
+def _named(cell: Cell) -> dict[str, object]:
     return {"task": cell.problem.task, "budget": str(cell.budget), "method": cell.contender.label}
 
 
 # --- the price of tuning ---------------------------------------------------------------------------------------------
 
 
-def tuning_prices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, Any]]:
+def tuning_prices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, object]]:
     """What one tuned run costs with the trials that its rate was chosen by: one row per task, budget and contender.
 
     All of these runs were made, so all are composed; the dearest seed counts. There is no price where a run has no
@@ -189,7 +189,7 @@ def tuning_prices(specification: Specification, grid: Grid, records: Records) ->
         if record.run.stage == "tuned" and record.id not in gone:
             finals.setdefault(record.run.cell, []).append(record)
     made = []
-    known_prices: dict[Any, float] = {}
+    known_prices: dict[object, float] = {}
     for cell in cells(specification):
         points = grid[cell.contender.label]
         tuned = finals.get(cell.run(specification, "tuned", points[0], 0).cell, [])
@@ -221,7 +221,7 @@ def _trials(
     return None if None in found else [record for record in found if record is not None]
 
 
-def _search_price(final: CompletedRun, trials: Sequence[RunRecord], known: dict[Any, float]) -> float | None:
+def _search_price(final: CompletedRun, trials: Sequence[RunRecord], known: dict[object, float]) -> float | None:
     """The epsilon of all trials and of the run that followed; `known` are prices by what was asked."""
     done = [final, *completed(trials)]
     if any(record.statement.epsilon is None or record.terms.schedule != "fixed" for record in done):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import product
 from math import exp, log
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import ALIASES, METHODS, as_written, find
@@ -23,7 +23,7 @@ class TuningPoint:
 
     lr: float | None
     factor: float
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
 
 Grid = Mapping[str, list[TuningPoint]]
@@ -105,7 +105,7 @@ def tuning_grid(specification: Specification, known: Mapping[str, Iterable[str]]
     A contender without one of the tuned options, or that fixes it in its name, gets a denser grid of rates instead, so
     that no contender has more trials. `known` lists every method's options.
     """
-    combinations: dict[str, list[dict[str, Any]]] = {}
+    combinations: dict[str, list[dict[str, object]]] = {}
     for contender in specification.contenders:
         free = set(known.get(contender.method, ())) - set(contender.options)
         own = {key: values for key, values in specification.tune.items() if key in free}
@@ -263,7 +263,7 @@ def superseded(specification: Specification, grid: Grid, records: Records) -> fr
 
     A tuning run that failed and was tried again may win after final runs were made at another rate.
     """
-    winners: dict[tuple[Any, ...], Any] = {}
+    winners: dict[tuple[object, ...], object] = {}
     tuned = [record.run for record in records.values() if record.run.stage == "tuned"]
     seeds = {run.seed for run in tuned} & set(specification.seeds)
     for cell in cells(specification):
@@ -277,5 +277,5 @@ def superseded(specification: Specification, grid: Grid, records: Records) -> fr
     )
 
 
-def _tuned_parts(run: Run) -> tuple[Any, ...]:
+def _tuned_parts(run: Run) -> tuple[object, ...]:
     return run.lr, run.factor, dict(run.options)

@@ -23,7 +23,7 @@ class Contender:
 
     label: str
     method: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     lr: float | None = None
     """The rate of the "given" rows; the specification's if None."""
 
@@ -52,7 +52,7 @@ class Specification:
     factors: tuple[float, ...] = FACTORS
     learning_rates: tuple[float, ...] = ()
     """Rates to try, instead of multiples of the automatic one."""
-    tune: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tune: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Further options to tune, for the methods that have them."""
     tuning_seeds: tuple[int, ...] = (1000,)
     """The seeds of one trial's runs: as they are for the first final seed, and shifted past each other for the rest."""
@@ -89,7 +89,7 @@ class Specification:
             raise ValueError(f"evaluations={self.evaluations} must be a whole number from 0 up")
         if self.lr is not None and not 0 < self.lr < inf:
             raise ValueError(f"lr={self.lr} must be positive and finite")
-        each: dict[str, list[Any]] = {
+        each: dict[str, list[object]] = {
             "tasks": [problem.task for problem in self.problems],
             "methods": [contender.label for contender in self.contenders],
             "budgets": [str(budget) for budget in self.budgets],
@@ -140,10 +140,10 @@ class Specification:
             return self.tuning_seeds
         return tuple(each for seed in self.seeds for each in self.trial_seeds(seed))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Any) -> Specification:
+    def from_json(cls, content: object) -> Specification:
         """The specification that a file describes; ValueError names the field that is wrong."""
         return read_value(cls, content, "the specification")

@@ -51,7 +51,7 @@ def summarised(folder: ComparisonFolder) -> dict[str, Any]:
     }
 
 
-def reported_records(folder: ComparisonFolder) -> list[dict[str, Any]]:
+def reported_records(folder: ComparisonFolder) -> list[dict[str, object]]:
     """Every record as JSON, for the report; final runs at a rate that no longer wins are marked as superseded."""
     specification, records = folder.specification(), folder.records()
     gone = run_grid.superseded(specification, run_grid.grid_of(specification), records)
@@ -63,7 +63,7 @@ def reported_records(folder: ComparisonFolder) -> list[dict[str, Any]]:
 
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
     """The price of tuning, once per budget, as a range where methods differ; those without a proven one by name."""
-    kinds: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    kinds: dict[tuple[str, bool], list[dict[str, object]]] = {}
     for row in prices:
         if row["epsilon_one_run"] is not None:
             kinds.setdefault((row["budget"], row["epsilon_with_tuning"] is None), []).append(row)

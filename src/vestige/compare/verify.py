@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from vestige.accounting import Guarantee, History, epsilon, within
 from vestige.checks import accounted_multiplier
@@ -38,7 +37,7 @@ class ComparisonVerdict:
     largest_epsilon: float | None
     """Of one run, released alone."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "verified": not self.wrong,
             "runs": self.verified,
@@ -141,7 +140,7 @@ def _methods(record: CompletedRun) -> list[Method]:
         epsilon=run.budget.amount("epsilon"),
         noise_multiplier=stated.noise_multiplier,
     )
-    options: list[dict[str, Any]] = [dict(run.options)]
+    options: list[dict[str, object]] = [dict(run.options)]
     if run.method in EARLIER_DEFAULTS:
         options.append({**EARLIER_DEFAULTS[run.method], **run.options})
     return [settled(make_method(run.method, **as_given(each)), length) for each in options]

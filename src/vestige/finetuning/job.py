@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,9 @@ from vestige.training.loop import Record
 from vestige.training.private_statistics import given_bound
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TASKS = ("classification", "causal-lm")
 USUAL_BATCH, USUAL_EPOCHS = 256, 3
@@ -101,7 +104,7 @@ class FineTuning:
         return self.task or ("causal-lm" if self.label_column is None else "classification")
 
 
-Reader = Callable[[str, Any], Texts]
+Reader = Callable[[str, "PreTrainedTokenizerBase"], Texts]
 """Reads the texts of a file, with a tokenizer."""
 
 
@@ -131,7 +134,7 @@ def start(
     resume: bool = False,
     read: Reader | None = None,
     settings: Mapping[str, Any] | None = None,
-    request: Mapping[str, Any] | None = None,
+    request: Mapping[str, object] | None = None,
 ) -> tuple[Checkpoint, Texts | None, Training]:
     """Read the checkpoint and the texts, and prepare the run; no question is asked yet, and all that can be wrong was
     refused before anything is written.
@@ -187,7 +190,7 @@ def _account(job: FineTuning) -> Budget:
     return found and replace(found, derived_from=job.derived_from, slot=job.slot, source=source)
 
 
-def request_of(job: FineTuning) -> dict[str, Any]:
+def request_of(job: FineTuning) -> dict[str, object]:
     """What is written down of a job, to be resumed by."""
     return {"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}}
 
@@ -207,7 +210,7 @@ def complete(
         if training.group.any(not on_record(record)):  # any of them was interrupted
             interrupted = True
             break
-    facts: dict[str, Any] = {"task": job.aim, "seed": job.seed, "seconds": round(time.perf_counter() - begin, 3)}
+    facts: dict[str, object] = {"task": job.aim, "seed": job.seed, "seconds": round(time.perf_counter() - begin, 3)}
     if interrupted:
         training.ledger.close()
         return training.result(**facts, stopped="interrupted")
@@ -307,7 +310,7 @@ def _names(job: FineTuning, config: Any) -> dict[str, int]:
     return class_names(job.labels)
 
 
-def _texts(file: str, job: FineTuning, tokenizer: Any, names: dict[str, int]) -> Texts:
+def _texts(file: str, job: FineTuning, tokenizer: PreTrainedTokenizerBase, names: dict[str, int]) -> Texts:
     columns = {"text_column": job.text_column}
     if job.label_column is not None:
         columns["label_column"] = job.label_column
@@ -317,7 +320,7 @@ def _texts(file: str, job: FineTuning, tokenizer: Any, names: dict[str, int]) ->
     return tokenised(tokenizer, found["text_column"], job.max_length, classes)
 
 
-def _say_blank(file: str, texts: Sequence[Any]) -> None:
+def _say_blank(file: str, texts: Sequence[object]) -> None:
     """To the owner of the file: rows without a text count as rows, and teach the model nothing."""
     blank = [number for number, text in enumerate(texts, 1) if isinstance(text, str) and not text.strip()]
     if blank:
@@ -338,7 +341,7 @@ def _pace(job: FineTuning, population: int) -> tuple[int, int | None]:
     return batch, (job.epochs or USUAL_EPOCHS) * max(1, round(population / batch))
 
 
-def _checkpoint(job: FineTuning, config: Any, tokenizer: Any) -> Checkpoint:
+def _checkpoint(job: FineTuning, config: Any, tokenizer: PreTrainedTokenizerBase) -> Checkpoint:
     torch.manual_seed(job.seed)  # public: the weights of a new head, and of adapters
     names = job.labels or tuple(str(config.id2label[number]) for number in range(config.num_labels))
     model, fresh = read_model(job.model, job.aim, config, names, tokenizer.pad_token_id)
@@ -351,7 +354,7 @@ def _checkpoint(job: FineTuning, config: Any, tokenizer: Any) -> Checkpoint:
     return Checkpoint(model, tokenizer, "model" if job.lora is None else "adapter", use_cache)
 
 
-def _next_token(tokens: int | None) -> Callable[[Any, Tensor], Tensor]:
+def _next_token(tokens: int | None) -> Callable[[object, Tensor], Tensor]:
     def loss(outputs: Any, labels: Tensor) -> Tensor:
         return next_token(outputs, {"labels": labels}, tokens)
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vestige.integrations.model_card import keep_base_config
 
-LOCALLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOCALLY: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
 TASKS = {"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM"}
 """What peft calls them."""
 SCALE = 2
@@ -31,7 +34,7 @@ class Checkpoint:
     """A model with its tokenizer."""
 
     model: nn.Module
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     kind: str
     """What it is saved as: an "adapter", or a whole "model"."""
     use_cache: bool
@@ -53,7 +56,7 @@ def need(package: str, what: str) -> None:
         raise ValueError(f"{what} needs {package}, which is not installed: pip install 'vestige[huggingface]'")
 
 
-def read_configuration(folder: str) -> Any:
+def read_configuration(folder: str) -> object:
     need("transformers", "fine-tuning")
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"model={folder!r} is no checkpoint: give a folder with a config.json in it")
@@ -63,7 +66,7 @@ def read_configuration(folder: str) -> Any:
         return AutoConfig.from_pretrained(folder, **LOCALLY)
 
 
-def read_tokenizer(folder: str, pad_token: str | None) -> Any:
+def read_tokenizer(folder: str, pad_token: str | None) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, which pads; `pad_token` is one of its tokens, where it has none for that."""
     from transformers import AutoTokenizer
 
@@ -87,7 +90,7 @@ def has_head(config: Any) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
-def check_fits(folder: str, config: Any, tokenizer: Any, length: int) -> None:
+def check_fits(folder: str, config: Any, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
     """Refuse longer texts, or more tokens, than the model has places for."""
     places = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     most = min((each for each in places if each and each < UNBOUNDED), default=length)

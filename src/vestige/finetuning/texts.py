@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ from torch.utils.data import Dataset
 
 from vestige.mechanism.losses.model_losses import IGNORED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 AT_ONCE = 1000
 """Texts that are given to the tokenizer together."""
 
 
 @dataclass(frozen=True)
-class Texts(Dataset[Any]):
+class Texts(Dataset[object]):
     """SENSITIVE: tokenised texts. Without classes, each is to be continued: its labels are its own tokens."""
 
     tokens: Tensor
@@ -38,7 +41,9 @@ class Texts(Dataset[Any]):
         return {"input_ids": tokens, "attention_mask": written.long(), "labels": labels}
 
 
-def tokenised(tokenizer: Any, texts: Sequence[Any], length: int, classes: Sequence[int] | None = None) -> Texts:
+def tokenised(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[object], length: int, classes: Sequence[int] | None = None
+) -> Texts:
     """The texts as tokens. One without any keeps its first place open: attention to nothing is undefined."""
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
@@ -53,7 +58,7 @@ def tokenised(tokenizer: Any, texts: Sequence[Any], length: int, classes: Sequen
     return Texts(tokens, lengths, None if classes is None else torch.tensor(classes))
 
 
-def numbers_of(labels: Sequence[Any], names: Mapping[str, int]) -> list[int]:
+def numbers_of(labels: Sequence[object], names: Mapping[str, int]) -> list[int]:
     """The class of each label, by the names that were declared."""
     classes = [names.get(_name(label)) for label in labels]
     if None in classes:
@@ -67,14 +72,10 @@ def numbers_of(labels: Sequence[Any], names: Mapping[str, int]) -> list[int]:
 def class_names(declared: Sequence[str]) -> dict[str, int]:
     """The number of each declared name; their places count too, unless names are numbers themselves."""
     names = {name: number for number, name in enumerate(declared)}
-    if any(_is_number(name) for name in declared):
+    if any(name.removeprefix("-").isdigit() for name in declared):
         return names
     return {**{str(number): number for number in names.values()}, **names}
 
 
-def _name(label: Any) -> str:
+def _name(label: object) -> str:
     return str(label).lower() if isinstance(label, bool) else str(label).strip()
-
-
-def _is_number(name: str) -> bool:
-    return name.removeprefix("-").isdigit()

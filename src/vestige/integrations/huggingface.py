@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from math import ceil, nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -35,6 +35,9 @@ from vestige.mechanism.users.ownership import with_users
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from vestige.accounting import Guarantee
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -57,7 +60,7 @@ Base: Any = object
 class Draw:
     """A sample, whose parts are read when they are trained on. To the Trainer it is a batch without columns."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[object]) -> None:
         self.batches = batches
 
     def __contains__(self, column: object) -> bool:
@@ -67,7 +70,7 @@ class Draw:
 class Draws:
     """The private loader, one item for each sample of an epoch."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self.loader, self.dataset = loader, loader.dataset
 
     def __len__(self) -> int:
@@ -91,7 +94,7 @@ class PrivateTrainerMixin(Base):
 
     args: Any
 
-    def __init__(self, *args: Any, privacy_args: PrivacyArguments, **kwargs: Any) -> None:
+    def __init__(self, *args: object, privacy_args: PrivacyArguments, **kwargs: object) -> None:
         refuse_training_data(kwargs.get("eval_dataset"), kwargs.get("train_dataset"), "eval_dataset")
         super().__init__(*args, **kwargs)
         self.privacy_args = privacy_args
@@ -142,7 +145,9 @@ class PrivateTrainerMixin(Base):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(
+        self, resume_from_checkpoint: object = None, trial: object = None, *args: object, **kwargs: object
+    ) -> TrainOutput:
         if trial is not None:
             self.hyperparameter_search()
         self._resuming = bool(resume_from_checkpoint)
@@ -155,13 +160,13 @@ class PrivateTrainerMixin(Base):
         loss = output.training_loss if self.privacy_args.log_nonprivate_loss else nan
         return TrainOutput(output.global_step, loss, self._public(output.metrics))
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(self, *args: object, **kwargs: object) -> object:
         raise ValueError(
             "hyperparameter_search chooses by looking at many runs, which has a price of its own: `vestige compare` "
             "states it"
         )
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> object:
         """The private samples. With the first call the model and the optimizer become private too."""
         if self._draws is None:
             self._draws, self._private_model = self._make_private(), self.model
@@ -184,7 +189,7 @@ class PrivateTrainerMixin(Base):
             nonprivate_outputs=asked.log_nonprivate_loss,
         )
         make: Callable[..., Any] = engine.make_private
-        noise: dict[str, Any] = {"noise_multiplier": asked.noise_multiplier}
+        noise: dict[str, object] = {"noise_multiplier": asked.noise_multiplier}
         if asked.target_epsilon is not None:
             make = engine.make_private_with_epsilon
             noise = {"target_epsilon": asked.target_epsilon, "draws": steps}
@@ -208,12 +213,12 @@ class PrivateTrainerMixin(Base):
         found = account_of(self.privacy_args.budget)
         return found and replace(found, derived_from=self.privacy_args.derived_from)
 
-    def _users(self) -> Any:
+    def _users(self) -> object:
         """Whose each row is, by the column that was named."""
         name = self.privacy_args.user_column
         return None if name is None else with_users(self.train_dataset, name)[1]
 
-    def _plain_loader(self) -> DataLoader[Any]:
+    def _plain_loader(self) -> DataLoader[object]:
         """As the Trainer makes it, but for the sampler and for Accelerate's wrapper."""
         args, dataset, collate = self.args, self.train_dataset, self.data_collator
         if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -235,11 +240,13 @@ class PrivateTrainerMixin(Base):
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
-    def get_batch_samples(self, epoch_iterator: Iterator[Draw], num_batches: int, *_: Any) -> tuple[list[Draw], None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Draw], num_batches: int, *_: object
+    ) -> tuple[list[Draw], None]:
         """Without a count of everyone's tokens."""
         return list(islice(epoch_iterator, num_batches)), None
 
-    def training_step(self, model: Any, inputs: Draw, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: object, inputs: Draw, num_items_in_batch: object = None) -> torch.Tensor:
         """Every part of a sample forth and back; all but the last are closed here, which only bounds and adds. The
         Trainer's own `optimizer.step()` closes the last, and moves."""
         assert self._draws is not None
@@ -257,8 +264,13 @@ class PrivateTrainerMixin(Base):
         return total / max(1, rows)
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Any:
+        self,
+        model: object,
+        inputs: object,
+        return_outputs: bool = False,
+        num_items_in_batch: object = None,
+        **kwargs: object,
+    ) -> object:
         """While training, the loss that the model computes itself, of each example; or a trainer's own, with the
         assumption that each row has a say in its own loss only. No loss is divided by everyone's tokens."""
         if not (self.model.training and torch.is_grad_enabled()):
@@ -268,20 +280,20 @@ class PrivateTrainerMixin(Base):
             return Trainer.compute_loss(self, model, inputs, return_outputs=return_outputs)  # type: ignore[arg-type]
         return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: object) -> int:
         """They depend on how many tokens a sample had, and would be in trainer_state.json."""
         return 0
 
     # --- what is written out ------------------------------------------------------------------------------------------
 
-    def guarantee(self) -> Any:
+    def guarantee(self) -> Guarantee:
         """The guarantee of the training so far: an epsilon with its assumptions, or why there is none."""
         if self.privacy_engine is None:
             raise ValueError("nothing was trained yet: call train() first")
         return self.privacy_engine.guarantee(self.privacy_args.target_delta)  # type: ignore[arg-type]
 
     def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
+        self, eval_dataset: object = None, ignore_keys: object = None, metric_key_prefix: str = "eval", **kwargs: object
     ) -> dict[str, float]:
         refuse_training_data(eval_dataset, self.train_dataset, "eval_dataset")
         before, self._evaluating = self._evaluating, metric_key_prefix
@@ -290,11 +302,11 @@ class PrivateTrainerMixin(Base):
         finally:
             self._evaluating = before
 
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: object, *args: object, **kwargs: object) -> object:
         refuse_training_data(test_dataset, self.train_dataset, "test_dataset")
         return super().predict(test_dataset, *args, **kwargs)
 
-    def _public(self, logs: dict[str, Any]) -> dict[str, Any]:
+    def _public(self, logs: dict[str, object]) -> dict[str, Any]:
         """Of what is logged, what is public or released: metrics of an evaluation; else epsilon and a few more."""
         if self._evaluating is not None:
             own = f"{self._evaluating}_"
@@ -327,7 +339,9 @@ class PrivateTrainerMixin(Base):
             self._priced = asked, self.guarantee().epsilon
         return self._priced[1]
 
-    def _log_what_is_public(self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any) -> Any:
+    def _log_what_is_public(
+        self, original: Callable[..., object], args: object, state: Any, control: object, logs: Any
+    ) -> object:
         """The last thing before history and callbacks: whatever any trainer's `log` has added is held back here."""
         kept = self._public(logs)
         logs.clear()
@@ -356,7 +370,7 @@ class PrivateTrainerMixin(Base):
         if self._sealed and Path(output_dir or self.args.output_dir) == Path(self.args.output_dir):
             self._seal()
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
         """As the Trainer makes it, with the privacy statement."""
         super().create_model_card(*args, **kwargs)
         if self._sealed and self.is_world_process_zero():
@@ -398,7 +412,7 @@ class StopWhenSpent(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: PrivateTrainerMixin) -> None:
         self._trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: Any, control: Any, **kwargs: object) -> None:
         engine = self._trainer.privacy_engine
         if engine is not None and state.global_step < state.max_steps and not engine.may_step:
             if state.is_world_process_zero:

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.processes.unwrap_and_shard import unwrapped
 from vestige.renaming import Now, renamed_arguments
+
+if TYPE_CHECKING:
+    from vestige.accounting import Guarantee
 
 try:
     from lightning.pytorch import Callback
@@ -56,7 +59,7 @@ class Private(Callback):
         cuda_graphs: bool = True,
         log_nonprivate: bool = False,
         reproducible: int | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         check_number("target_delta", target_delta)
         if (target_epsilon is None) == (noise_multiplier is None):
@@ -66,9 +69,9 @@ class Private(Callback):
         self.max_grad_norm, self.ledger, self.log_nonprivate = max_grad_norm, ledger, log_nonprivate
         self.reproducible, self.options = reproducible, options
         self.engine: PrivacyEngine | None = None
-        self._saved: dict[str, Any] = {}
+        self._saved: dict[str, object] = {}
 
-    def guarantee(self) -> Any:
+    def guarantee(self) -> Guarantee:
         """The guarantee of the model as it is now: an epsilon with its assumptions, or why there is none."""
         if self.engine is None:
             raise ValueError("nothing was trained yet: call trainer.fit first")
@@ -76,12 +79,12 @@ class Private(Callback):
 
     # --- the trainer's hooks ------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: object, pl_module: object, stage: str) -> None:
         if stage == "fit":
             _require_one_mechanism(trainer, pl_module)
             _require_whole_draws(trainer, self.options)
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: object) -> None:
         if self.engine is not None:
             raise ValueError(
                 "this Private callback has trained a model already: make a new model, trainer and callback, and "
@@ -116,11 +119,13 @@ class Private(Callback):
             results.log = NotReturned(trainer, results.log)
         self.engine = engine
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:
         if trainer.accumulate_grad_batches != 1:  # a callback may change it
             raise ValueError(_accumulated(trainer))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: object, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         assert self.engine is not None
         if not self.engine.may_step:  # a run that was resumed repeats steps, and may not reach its end
             trainer.should_stop = True
@@ -130,22 +135,22 @@ class Private(Callback):
         if found is not None:
             pl_module.log("epsilon", found, prog_bar=True, rank_zero_only=trainer.world_size > 1)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: object) -> None:
         if trainer.is_global_zero:
             LOGGER.info("%s", self.guarantee())
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: object, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop._results).pop("log", None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {} if self.engine is None else self.engine.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         self._saved = state_dict
 
     # --- what becomes private -----------------------------------------------------------------------------------------
 
-    def _made_private(self, engine: PrivacyEngine, trainer: Any, pl_module: Any, loader: DataLoader[Any]) -> Any:
+    def _made_private(self, engine: PrivacyEngine, trainer: Any, pl_module: Any, loader: DataLoader[object]) -> object:
         parts: dict[str, Any] = {
             "module": _called(trainer, pl_module, loader),
             "optimizer": trainer.optimizers[0],
@@ -181,10 +186,10 @@ def _planned_draws(trainer: Any, each_epoch: int) -> int:
 class Unsized:
     """The parts of draws, whose number is not known in advance; a DataLoader's length is that of its draws."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._loader)
 
 
@@ -200,7 +205,7 @@ class _Called(Exception):
     """Ends a training step at the first call of the model."""
 
 
-def _called(trainer: Any, pl_module: nn.Module, loader: DataLoader[Any]) -> nn.Module:
+def _called(trainer: Any, pl_module: nn.Module, loader: DataLoader[object]) -> nn.Module:
     """Which module a training step calls: the LightningModule, or one in it that holds all its parameters.
 
     It is tried out on a made-up example, up to that call. Where that cannot be found out it is the LightningModule, and
@@ -209,7 +214,7 @@ def _called(trainer: Any, pl_module: nn.Module, loader: DataLoader[Any]) -> nn.M
     everything = {id(parameter) for parameter in pl_module.parameters()}
     found: list[nn.Module] = []
 
-    def stop(module: nn.Module, args: Any) -> None:
+    def stop(module: nn.Module, args: object) -> None:
         found.append(module)
         raise _Called
 
@@ -266,7 +271,7 @@ def _require_one_mechanism(trainer: Any, pl_module: Any) -> None:
         raise ValueError("training_step takes a dataloader_iter: let it take a batch, which is one draw")
 
 
-def _require_whole_draws(trainer: Any, options: dict[str, Any]) -> None:
+def _require_whole_draws(trainer: Any, options: dict[str, object]) -> None:
     """Parts of a draw are batches of the trainer, which must be as many in every process."""
     size = options.get("max_physical_batch_size")
     if trainer.world_size > 1 and size is not None:
@@ -287,11 +292,11 @@ class NotReturned:
     """Takes what is logged in training, which no noise covers, and keeps it; of our own numbers epsilon is passed
     on."""
 
-    def __init__(self, trainer: Any, log: Any) -> None:
+    def __init__(self, trainer: object, log: Any) -> None:
         self._trainer, self._log = trainer, log
         self._said: set[str] = set()
 
-    def __call__(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, fx: str, name: str, value: object, *args: object, **kwargs: object) -> None:
         if name == "epsilon":
             self._log(fx, name, value, *args, **kwargs)
             return

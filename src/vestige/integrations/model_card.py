@@ -325,7 +325,7 @@ def _steps(run: _Account) -> str:
     return f"{done:,}{planned}; {sum(run.asked.values()):,} questions charged{again}"
 
 
-def _method(identity: Any) -> str:
+def _method(identity: object) -> str:
     if not isinstance(identity, Mapping):
         return escaped(identity)
     settings = {**identity["options"], **identity.get("parts", {})}

@@ -79,13 +79,13 @@ def refuse_settings(trainer: Any) -> None:
     _refuse_router(trainer.model)
 
 
-def _refuse_collator(collator: Any) -> None:
+def _refuse_collator(collator: object) -> None:
     name = type(collator).__name__
     if "Flattening" in name or getattr(collator, "padding_free", False):
         raise ValueError(f"data_collator={name} puts {PACKED}")
 
 
-def _refuse_router(model: Any) -> None:
+def _refuse_router(model: object) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
@@ -105,7 +105,7 @@ def refuse_own_sampling(classes: Iterable[type]) -> None:
                 )
 
 
-def refuse_training_data(given: Any, training: Any, what: str) -> None:
+def refuse_training_data(given: object, training: object, what: str) -> None:
     """Evaluating on the training data would write out raw losses of it."""
     for each in given.values() if isinstance(given, Mapping) else [given]:
         if each is None or training is None:
@@ -118,7 +118,7 @@ def refuse_training_data(given: Any, training: Any, what: str) -> None:
             )
 
 
-def refuse_flattened(batch: Any, rows: int) -> None:
+def refuse_flattened(batch: object, rows: int) -> None:
     """A batch has a row for each of the examples that were drawn."""
     if not isinstance(batch, Mapping):
         return

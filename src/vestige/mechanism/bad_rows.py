@@ -8,7 +8,6 @@ row later on costs that row its contribution.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
     return admissible
 
 
-def made_up_outputs(model: nn.Module, form: Form, row: Batch) -> Any:
+def made_up_outputs(model: nn.Module, form: Form, row: Batch) -> object:
     """What the model makes of a made-up row, without gradients or random draws; it is left as it was."""
     modes = {module: module.training for module in model.modules()}
     args, named, _ = form.split(row)
@@ -98,12 +97,12 @@ def ignores_padding(model: nn.Module, loss: Loss, form: Form, row: Batch, paddin
             for each in (named, padding.pad(named, further)):
                 made = list(each.values())
                 losses.append(example_losses(loss, made_up_outputs(model, form, made), form.split(made)[2]))
-    except Exception:  # whatever a user's model raises on rows that nobody wrote
+    except Exception:  # a user's model may raise anything on made-up rows
         return False
     return alike(*losses)
 
 
-def readable(read: Callable[[int], list[Any]], rows: Sequence[int]) -> list[list[Any]]:
+def readable(read: Callable[[int], list[object]], rows: Sequence[int]) -> list[list[object]]:
     """SENSITIVE: those of these rows that can be read and collated."""
     found = []
     for row in rows:

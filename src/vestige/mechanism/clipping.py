@@ -132,7 +132,7 @@ class FixedClip:
     def heard(self, release: Release, layout: Layout, state: ClipState) -> ClipState:
         return state
 
-    def with_bound(self, bound: float) -> Any:
+    def with_bound(self, bound: float) -> Clip:
         raise ValueError(f"{type(self).__name__} has no bound of its own that could be set to {bound}")
 
     def shown(self, state: ClipState) -> dict[str, Value]:

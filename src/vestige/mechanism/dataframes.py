@@ -6,17 +6,18 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vestige.mechanism.loading import TARGETS, Target
 
 
-def is_frame(data: Any) -> TypeGuard[Any]:
+def is_frame(data: object) -> TypeGuard[object]:
     """Whether data are a DataFrame, of pandas or of polars."""
     return type(data).__name__ == "DataFrame" and hasattr(data, "columns") and hasattr(data, "to_numpy")
 
 
-def columns_of(frame: Any, target: Target, users: Any) -> tuple[tuple[Tensor, ...], int, Any]:
+def columns_of(frame: Any, target: Target, users: object) -> tuple[tuple[Tensor, ...], int, object]:
     """Inputs and targets as tensors, how many of them are targets, and the users' ids.
 
     The model is given all other columns as the columns of one float matrix, in the frame's order.
@@ -41,8 +42,8 @@ def columns_of(frame: Any, target: Target, users: Any) -> tuple[tuple[Tensor, ..
     return (torch.as_tensor(matrix), *map(_usual, targets)), len(targets), users
 
 
-def _numbers(frame: Any, name: Any) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = frame[name].to_numpy()
+def _numbers(frame: Any, name: object) -> NDArray[np.generic]:
+    values: NDArray[np.generic] = frame[name].to_numpy()
     if values.dtype.kind not in "biuf":
         raise ValueError(
             f"data: column {name!r} of the DataFrame holds no numbers ({values.dtype}): leave it out, or make numbers "

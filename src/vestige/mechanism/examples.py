@@ -152,7 +152,7 @@ def _columns(data: Data) -> Any:
     return data if isinstance(data, tuple | list) else None
 
 
-def _dataset(data: Data) -> Any:
+def _dataset(data: Data) -> object:
     if isinstance(data, DataLoader):
         return data.dataset
     if isinstance(data, Mapping):

@@ -22,7 +22,7 @@ from vestige.mechanism.bad_rows import readable
 from vestige.mechanism.losses.criteria import Form
 from vestige.mechanism.text_padding import PaddedAlone
 
-Collate = Callable[[list[Any]], Any]
+Collate = Callable[[list[object]], object]
 Group = list[Tensor]
 """A batch of examples of one shape: inputs and, last, targets."""
 TARGETS = ("labels", "label")
@@ -41,7 +41,7 @@ class Loading:
     prefetch_factor: int | None = None
     timeout: float = 0
     worker_init_fn: Callable[[int], None] | None = None
-    multiprocessing_context: Any = None
+    multiprocessing_context: object = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.num_workers, int) and self.num_workers >= 0):
@@ -52,13 +52,13 @@ class Loading:
             raise ValueError(f"collate_fn={type(self.collate_fn).__name__} must be a function of a list of rows")
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Loading:
+    def of(cls, loader: DataLoader[object]) -> Loading:
         """As a user's loader reads them."""
         same = {field.name: getattr(loader, field.name) for field in fields(cls)}
         return cls(**{**same, "collate_fn": None if loader.collate_fn is torch_collate else loader.collate_fn})
 
 
-def check_loader(loader: DataLoader[Any], name: str = "data_loader") -> None:
+def check_loader(loader: DataLoader[object], name: str = "data_loader") -> None:
     """Refuse loaders whose own way of drawing would be lost without a word."""
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(f"{name} has an IterableDataset: a Poisson sample needs a dataset with indices")
@@ -83,13 +83,13 @@ def check_loader(loader: DataLoader[Any], name: str = "data_loader") -> None:
         raise ValueError(f"{name} draws with replacement, which Poisson samples do not: leave replacement=True out")
 
 
-def batches_of(loader: DataLoader[Any]) -> Any:
+def batches_of(loader: DataLoader[object]) -> Any:
     """The loader's own batches, inside those that Accelerate has dealt out to several processes."""
     batches: Any = loader.batch_sampler
     return batches.batch_sampler if type(batches).__name__ == "BatchSamplerShard" else batches
 
 
-def rate_of(loader: DataLoader[Any]) -> float:
+def rate_of(loader: DataLoader[object]) -> float:
     """Expected batch over dataset, exactly; not one over the number of batches."""
     dataset: Any = loader.dataset
     return min(1.0, (loader.batch_size or batches_of(loader).batch_size) / len(dataset))
@@ -102,7 +102,7 @@ Target = str | int | Sequence[str] | None
 """What the loss is given: a column, several of them, or how many of the last fields of a tuple; None: the usual one."""
 
 
-def form_of(example: Any, target: Target) -> Form:
+def form_of(example: object, target: Target) -> Form:
     """How examples like this one are given to the model, and what of them to the loss."""
     if isinstance(example, Mapping):
         names = [str(name) for name in example]
@@ -131,7 +131,7 @@ def form_of(example: Any, target: Target) -> Form:
     return Form(further=tuple(map(str, range(1, count))))
 
 
-def fields_of(example: Any, form: Form) -> Sequence[Any]:
+def fields_of(example: Any, form: Form) -> Sequence[object]:
     """The example's fields in the order of a batch: inputs, further targets and, last, the target."""
     if not hasattr(example, "__getitem__" if form.names is None else "keys"):
         raise ValueError(
@@ -156,7 +156,7 @@ def labels_of(form: Form, width: int) -> list[str]:
     return [f"column {name!r}" for name in (*form.names, *form.further, form.target)]
 
 
-def tensor_of(name: str, value: Any) -> Tensor:
+def tensor_of(name: str, value: object) -> Tensor:
     """A field as a tensor. Numbers that are not torch's take torch's default precision."""
     if isinstance(value, Tensor):
         return value
@@ -173,7 +173,7 @@ def tensor_of(name: str, value: Any) -> Tensor:
     ) from None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"a {type(value).__name__}" if not isinstance(value, list) else "a list that is no array of numbers"
 
 
@@ -241,7 +241,7 @@ class Rows(Dataset[Any]):
     def groups(self, rows: Sequence[int]) -> list[Group]:
         if not rows:
             return [self.blank]
-        alike: dict[Hashable, list[list[Any]]] = {}
+        alike: dict[Hashable, list[list[object]]] = {}
         for values in self._all_values(rows):
             values = values if self.padding is None else self.padding(values)
             alike.setdefault(tuple(map(_shape, values)), []).append(values)
@@ -251,7 +251,7 @@ class Rows(Dataset[Any]):
             else [[_column(column) for column in zip(*group, strict=True)] for group in alike.values()]
         )
 
-    def _all_values(self, rows: Sequence[int]) -> list[list[Any]]:
+    def _all_values(self, rows: Sequence[int]) -> list[list[object]]:
         """Read together where the dataset can; one by one where that fails, without those that cannot be read."""
         try:
             return [self._values(self._collated(row)) for row in self._read(rows)]
@@ -260,21 +260,21 @@ class Rows(Dataset[Any]):
                 raise
             return readable(lambda row: self._fitting(self._values(self._collated(self._read([row])[0]))), rows)
 
-    def _fitting(self, values: list[Any]) -> list[Any]:
+    def _fitting(self, values: list[object]) -> list[object]:
         """Refuse a row that is of other kinds than the first."""
         for value, like in zip(values, self.blank, strict=True):
             if isinstance(value, Tensor) and (value.dim() + 1 != like.dim() or value.dtype != like.dtype):
                 raise ValueError("data: some examples have other dimensions than the first")
         return values
 
-    def _read(self, rows: Sequence[int]) -> Sequence[Any]:
+    def _read(self, rows: Sequence[int]) -> Sequence[object]:
         several = getattr(self.dataset, "__getitems__", None)
         return several(list(rows)) if several else [self.dataset[row] for row in rows]
 
-    def _collated(self, row: Any) -> Any:
+    def _collated(self, row: object) -> Any:
         return row if self.collate is None else self.collate([row])
 
-    def _values(self, example: Any) -> list[Any]:
+    def _values(self, example: object) -> list[object]:
         """The example's fields: tensors, or plain numbers."""
         values = fields_of(example, self.form)
         if len(values) != len(self.labels):
@@ -283,7 +283,7 @@ class Rows(Dataset[Any]):
             return [self._row(*each) for each in zip(self.labels, values, strict=True)]
         return [v if type(v) in PLAIN else tensor_of(name, v) for name, v in zip(self.labels, values, strict=True)]
 
-    def _row(self, name: str, value: Any) -> Tensor:
+    def _row(self, name: str, value: object) -> Tensor:
         """What a collate function made of one example."""
         tensor = tensor_of(name, value)
         if tensor.shape[:1] != (1,):
@@ -297,7 +297,7 @@ class Rows(Dataset[Any]):
 PLAIN = (Tensor, int, float, bool)
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> object:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class PrivateEvaluation:
     """
 
     error: float = 0.01
-    on: Any = None
+    on: object = None
 
     def __post_init__(self) -> None:
         check_number("error", self.error)
@@ -41,7 +40,7 @@ class PrivateEvaluation:
         return Gaussian(self.error * population)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What is public of it."""
         return {"error": self.error, "held_out": self.on is not None}
 

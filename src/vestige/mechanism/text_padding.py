@@ -2,8 +2,8 @@
 
 Models of transformers leave out what a mask leaves out, and most losses the labels that are ignored: their texts may be
 padded further. How far depends on the text's own length alone (`vestige.train`), or on that of a batch that its user
-has padded already (loops). A model of one's own is given no longer texts than it has met, and only if it was seen that
-padding changes nothing.
+has padded already (loops). Other models are given texts no longer than the longest batch so far, and only if padding
+was found not to change their outputs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def ignored_for_certain(module: nn.Module) -> bool:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors are the same but for rounding; zeros, as of a head that was not trained yet, tell nothing."""
+    """Whether tensors are the same but for rounding; zeros (an untrained head) do not count."""
     rounding, largest = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2, a.abs().max()
     return bool(largest > 0) and bool((a - b).abs().max() <= rounding * largest)
 

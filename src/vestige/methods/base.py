@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
-from typing import Any
 
 from torch import nn
 
@@ -28,7 +27,7 @@ from vestige.randomness.noise_schedules import Constant, Schedule
 class Origin:
     """How a method was built by name: with which options, and how these name the fields of its parts."""
 
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Every option with its value, defaults included: a later version may have other defaults."""
     letters: Mapping[str, str] = field(default_factory=dict)
     made: Method | None = None
@@ -125,7 +124,7 @@ class Method:
         return sum(parts) + self.noise.copies(rate, steps)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """How ledgers and run folders identify it: its registered name and options, and any parts replaced since.
 
         It contains no path of a class, so that renaming a module invalidates no folder.
@@ -135,7 +134,7 @@ class Method:
         options = {name: written(value) for name, value in self.origin.options.items()}
         return {"name": self.name, "options": options, **({"parts": other} if other else {})}
 
-    def parts(self, unlike: Method) -> dict[str, Any]:
+    def parts(self, unlike: Method) -> dict[str, object]:
         """Each part that differs from the other method's."""
         names = [each.name for each in fields(Method) if each.compare and each.name != "name"]
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(unlike, name)}
@@ -155,13 +154,13 @@ def require_shardable(method: Method) -> None:
         )
 
 
-def _described(part: Any) -> str:
+def _described(part: object) -> str:
     """A part as text that is the same in every process: a function is shown by its name, not its address."""
     name = getattr(part, "__qualname__", None)
     return repr(part) if name is None else f"{part.__module__}.{name}"
 
 
-def written(value: Any) -> Any:
+def written(value: object) -> object:
     """An option as JSON stores it, which has no infinity and no tuple."""
     if isinstance(value, tuple):
         return list(value)

@@ -51,7 +51,7 @@ def page(name: str) -> str:
     )
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: Entry) -> dict[str, object]:
     return {
         "name": entry.name,
         "summary": entry.summary,

@@ -71,7 +71,7 @@ def fo_dp_sgd(
 
 @register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 @options_of(fo_dp_sgd)
-def post_fm(**options: Any) -> Method:
+def post_fm(**options: object) -> Method:
     """The same fractional weights over plain DP-SGD releases (Post-FM): a finite filter, not a recursive one."""
     method = fo_dp_sgd(**options)
     return replace(method, memory=replace(cast(Blend, method.memory), remembers="fresh"))

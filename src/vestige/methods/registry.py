@@ -26,7 +26,7 @@ class Neutral:
 
     options: dict[str, Any]
     like: str = "dp-sgd"
-    like_options: dict[str, Any] = field(default_factory=dict)
+    like_options: dict[str, object] = field(default_factory=dict)
     optimizer: str | None = None
     """The torch optimizer to give the other method, where the two have different ones."""
     groups: str | None = None
@@ -57,11 +57,11 @@ class Entry:
         return dict(inspect.signature(self.make, eval_str=True).parameters)
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, object]:
         return {name: option.default for name, option in self.options.items()}
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, object]:
         """The parts of the method, at its defaults, that differ from plain DP-SGD's."""
         return self.make().parts(Method())
 
@@ -106,7 +106,7 @@ def register(
         signature = inspect.signature(make)
 
         @wraps(make)
-        def named(**options: Any) -> Method:
+        def named(**options: object) -> Method:
             options = current(options, CLIP)
             chosen = signature.bind(**options)
             chosen.apply_defaults()
@@ -127,25 +127,25 @@ WRITTEN = {"max_grad_norm": "clip"}
 """What ledgers and run folders call an option: they keep the name that they began with."""
 
 
-def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(arguments: Mapping[str, Any]) -> dict[str, object]:
     """Options as they are written down, including those that a function passes on (`options_of`)."""
     rest = arguments.get("options", {})
     return as_written({**{name: value for name, value in arguments.items() if name != "options"}, **rest})
 
 
-def as_written(options: Mapping[str, Any]) -> dict[str, Any]:
+def as_written(options: Mapping[str, object]) -> dict[str, object]:
     """Options by the names that records have for them."""
     return {WRITTEN.get(name, name): value for name, value in options.items()}
 
 
-def as_given(written: Mapping[str, Any]) -> dict[str, Any]:
+def as_given(written: Mapping[str, object]) -> dict[str, Any]:
     """Options that were written down, by the names that methods take them by."""
     names = {old: new for new, old in WRITTEN.items()}
     return {names.get(name, name): value for name, value in written.items()}
 
 
 def options_of(
-    other: Callable[..., Method], **defaults: Any
+    other: Callable[..., Method], **defaults: object
 ) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
     """Declare that a function takes the options of another, some of them with other defaults, and passes them on."""
 
@@ -158,7 +158,7 @@ def options_of(
     return declare
 
 
-def make_method(name: str, *, groups: str | None = None, balance: str | None = None, **options: Any) -> Method:
+def make_method(name: str, *, groups: str | None = None, balance: str | None = None, **options: object) -> Method:
     """A method by name, with its options; an unknown name or option is refused with the nearest known one.
 
     Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns; and any may balance its

@@ -133,7 +133,7 @@ GRID = 0.02
     letters=TEST,
 )
 @options_of(dpsgd_br)
-def dpsgd_br_stepped(**options: Any) -> Method:
+def dpsgd_br_stepped(**options: object) -> Method:
     """Our variant of buffered rejection: the decay goes in steps of 2%, and every update begins with a whole buffer."""
     method = dpsgd_br(**options)
     gate = cast(BufferedRejection, method.gate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from vestige.mechanism.groups import Layers, PerGroup
 from vestige.methods.base import Method
@@ -86,7 +86,7 @@ def sma_dp_sgd(
 
 @register(REFERENCE, CITE, price=PRICE, neutral=NEUTRAL, letters=LETTERS)
 @options_of(sma_dp_sgd, refresh_spectrum=None, spectrum_lag=4)
-def sma_dp_sgd_epoch(**options: Any) -> Method:
+def sma_dp_sgd_epoch(**options: object) -> Method:
     """Our variant of SMA-DP-SGD: one spectrum an epoch, found beside the training and used four steps later."""
     return sma_dp_sgd(**{"refresh_spectrum": None, "spectrum_lag": 4, **options})
 

@@ -41,7 +41,7 @@ class LowPass:
 
     def init(self, layout: Layout, device: torch.device) -> MemoryState:
         order = int(self.copies)
-        # One row per delay; beside it, the same filter run on a constant and on an impulse, and the impulse's energy.
+        # One row per delay; then the same filter's response to a constant and to an impulse, and the impulse's energy.
         return {
             "delays": torch.zeros(order, layout.size, device=device),
             "constant": [0.0] * order,
@@ -66,13 +66,13 @@ class LowPass:
         """Exact for constant noise; where it changes slowly, its newest size is taken for all that is averaged."""
         return release.noise_std * state["gain"]
 
-    def _advance(self, fresh: Any, delays: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _advance(self, fresh: Any, delays: Sequence[object]) -> tuple[Any, list[Any]]:
         """One step of the transposed direct form II, which needs the fewest delays; for numbers and vectors alike."""
         out = self.forward[0] * fresh
         if not delays:
             return out, []
         out = out + delays[0]
-        values: list[Any] = [*delays[1:], 0.0]
+        values: list[object] = [*delays[1:], 0.0]
         for k, scale in enumerate(self.forward[1:]):
             values[k] = values[k] + scale * fresh
         for k, scale in enumerate(self.feedback):

@@ -38,7 +38,7 @@ class Rewindable(Protocol):
 
     def snapshot(self) -> dict[str, Any]: ...
 
-    def restore(self, snapshot: dict[str, Any]) -> None: ...
+    def restore(self, snapshot: dict[str, object]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Tried(NamedTuple):
 
     accepted: bool
     change: float
-    before: dict[str, Any]
+    before: dict[str, object]
     diagnostics: Diagnostics
 
 
@@ -319,7 +319,7 @@ class BufferedRejection:
             state.restore(trial.before)
         return Outcome(trial.accepted, trial.diagnostics if trial.accepted else {})
 
-    def _keep(self, memory: GateState, change: float, bound: float, candidate: dict[str, Any]) -> None:
+    def _keep(self, memory: GateState, change: float, bound: float, candidate: dict[str, object]) -> None:
         memory["accepted"] += 1
         memory["rejects"] = 0
         released = change if self.releases == "yz" else 0.0
@@ -333,12 +333,12 @@ class BufferedRejection:
         if memory["rejects"] >= self.max_rejects:  # checked at each rejection: once per update, it would never hold
             memory["wanted"] = 1
 
-    def _select(self, memory: GateState, comparer: Comparer | None, bound: float) -> dict[str, Any]:
+    def _select(self, memory: GateState, comparer: Comparer | None, bound: float) -> dict[str, object]:
         """Draw one of the candidates within `tie * bound` of the best, uniformly, and empty the buffer."""
         sign = -1 if self.worst_first else 1
         best = min(sign * change for change, _ in memory["buffer"])
         good = [candidate for change, candidate in memory["buffer"] if sign * change - best <= self.tie * bound]
-        chosen: dict[str, Any] = good[comparer.coin(len(good)) if comparer and len(good) > 1 else 0]
+        chosen: dict[str, object] = good[comparer.coin(len(good)) if comparer and len(good) > 1 else 0]
         memory["degraded"] += memory["wanted"] < self.buffer
         degraded = memory["rejects"] >= self.max_rejects and not self.refill
         memory["buffer"], memory["wanted"] = [], 1 if degraded else self.buffer

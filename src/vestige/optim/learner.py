@@ -17,7 +17,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value
 from vestige.optim import averaging
 from vestige.optim.averaging import Average
-from vestige.optim.memory import Memory, Prepares
+from vestige.optim.memory import Memory, MemoryState, Prepares
 from vestige.optim.optimizers.foreach_step import Moves
 from vestige.optim.rules import Rule
 from vestige.randomness.release import Release
@@ -78,7 +78,7 @@ class OptimizerMover:
         scheduler: LRScheduler | None = None,
     ):
         self.optimizer, self.scheduler = optimizer, scheduler
-        self._rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
+        self._rates: list[object] = [group["lr"] for group in optimizer.param_groups]
         self.gradient = torch.zeros(layout.size, device=next(iter(parameters.values())).device)
         for name, view in layout.views(self.gradient).items():
             parameters[name].grad = view
@@ -106,7 +106,7 @@ def scales_of(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[int, flo
     return None if constants is None else {id(parameters[name]): scale for name, scale in constants.items()}
 
 
-def for_each(state: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
+def for_each(state: MemoryState, lead: tuple[int, ...]) -> MemoryState:
     """A component's state with axes of runs in front of every tensor; other values are public, and one for all runs."""
     return {
         name: value.expand(*lead, *value.shape).clone() if lead and isinstance(value, Tensor) else value

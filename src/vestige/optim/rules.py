@@ -110,7 +110,7 @@ class Rule:
     def __repr__(self) -> str:
         return f"Rule({', '.join([self.name, *(f'{name}={value!r}' for name, value in self.options.items())])})"
 
-    def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, object]], lr: float) -> Optimizer:
         """The optimizer of these parameters, or groups of them as torch has them."""
         try:
             return self.optimizer(parameters, lr=lr, **self.options)  # type: ignore[call-arg]
@@ -214,7 +214,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"adambc": AdamBC, "microadam": MicroAd
 }
 
 
-def named(optimizer: str, options: Mapping[str, Any]) -> Rule:
+def named(optimizer: str, options: Mapping[str, object]) -> Rule:
     """A rule by the optimizer's name, as the command line gives it."""
     kind = OPTIMIZERS.get(optimizer.lower())
     if kind is None:
@@ -247,7 +247,7 @@ def scheduled(optimizer: Optimizer, scheduling: Scheduling | None) -> LRSchedule
     return made
 
 
-def grouped(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def grouped(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, object]]:
     """A user's parameter groups, as torch has them; every trainable parameter must be in one of them, once."""
     names, left, found = {id(p): name for name, p in parameters.items()}, dict(parameters), []
     for number, group in enumerate(groups):

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -154,7 +153,7 @@ def _batches(plan: Plan, draw: Generator, channels: int) -> Iterator[Tensor]:
                 yield everything[rows].float() / 255
 
 
-def _statement(plan: Plan, steps: int, loss: float, seconds: float, features: int) -> dict[str, Any]:
+def _statement(plan: Plan, steps: int, loss: float, seconds: float, features: int) -> dict[str, object]:
     return {
         "made_of": f"images of the procedure {plan.generator!r}, drawn from random numbers: no photograph, no text, "
         "and no row of anybody's data",

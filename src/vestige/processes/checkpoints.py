@@ -24,11 +24,11 @@ FLAT = ("memory", "probe", "average", "gradient")
 """The parts of a state whose vectors have one coordinate for each of a release."""
 
 
-def save(folder: Path, content: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
+def save(folder: Path, content: Mapping[str, object], shards: Shards) -> dict[str, object]:
     """Together: write the divided tensors into a folder; what is left of the content, with marks in their places."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
 
-    def mark(path: tuple[Any, ...], tensor: Any) -> Any:
+    def mark(path: tuple[object, ...], tensor: Any) -> object:
         if hasattr(tensor, "placements"):  # a user's own module and optimizer have DTensors already
             key = "/".join(map(str, path))
             found[key] = tensor.detach()
@@ -50,7 +50,7 @@ def save(folder: Path, content: Mapping[str, Any], shards: Shards) -> dict[str, 
     return left  # type: ignore[no-any-return]
 
 
-def load(folder: Path, left: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
+def load(folder: Path, left: Mapping[str, object], shards: Shards) -> dict[str, object]:
     """Together: the content again, of the rows that this process has now."""
     wanted: dict[str, Any] = {}
 
@@ -76,7 +76,7 @@ def load(folder: Path, left: Mapping[str, Any], shards: Shards) -> dict[str, Any
         wanted[mark["key"]] = zeros(mark[WHOLE], dtype=kind, device_mesh=mesh, placements=[Shard(0)])
         return wanted[mark["key"]]
 
-    filled: list[tuple[Tensor, Mapping[str, Any], list[str], tuple[int, ...]]] = []
+    filled: list[tuple[Tensor, Mapping[str, object], list[str], tuple[int, ...]]] = []
     from torch.distributed import checkpoint as dcp
 
     lengths = [prod(segment.shape) for segment in shards.local.segments]
@@ -89,7 +89,7 @@ def load(folder: Path, left: Mapping[str, Any], shards: Shards) -> dict[str, Any
     return content  # type: ignore[no-any-return]
 
 
-def _flat(path: tuple[Any, ...]) -> bool:
+def _flat(path: tuple[object, ...]) -> bool:
     return "model" not in path and any(part in FLAT for part in path)
 
 
@@ -126,7 +126,7 @@ def _pieces(tensor: Tensor, names: list[str], lead: tuple[int, ...], shards: Sha
     return pieces
 
 
-def _divided(local: Tensor, name: str, lead: tuple[int, ...], shards: Shards) -> Any:
+def _divided(local: Tensor, name: str, lead: tuple[int, ...], shards: Shards) -> object:
     from torch.distributed.tensor import DTensor, Shard
 
     mesh: Any = next(iter(shards.model.parameters())).device_mesh  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def _divided(local: Tensor, name: str, lead: tuple[int, ...], shards: Shards) ->
     return DTensor.from_local(local, mesh, [Shard(len(lead))], run_check=False, shape=shape, stride=stride)
 
 
-def _walked(value: Any, path: tuple[Any, ...], change: Callable[[tuple[Any, ...], Tensor], Any]) -> Any:
+def _walked(value: object, path: tuple[object, ...], change: Callable[[tuple[object, ...], Tensor], object]) -> Any:
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, dict):
@@ -145,7 +145,7 @@ def _walked(value: Any, path: tuple[Any, ...], change: Callable[[tuple[Any, ...]
     return value
 
 
-def _unmarked(value: Any, allocate: Callable[[Mapping[str, Any]], Tensor], lengths: list[int]) -> Any:
+def _unmarked(value: object, allocate: Callable[[Mapping[str, object]], Tensor], lengths: list[int]) -> Any:
     """With tensors in the places of marks, and the lengths of this process's rows where a memory keeps them."""
     if isinstance(value, dict):
         if MARK in value or WHOLE in value:

@@ -57,15 +57,15 @@ def nonprivate_hash_of_columns(columns: Sequence[Tensor], key: bytes) -> int:
     return _ended(found)
 
 
-def _begun(key: bytes) -> Any:
+def _begun(key: bytes) -> hashlib.blake2b:
     return hashlib.blake2b(key=key, digest_size=8)
 
 
-def _ended(found: Any) -> int:
+def _ended(found: hashlib.blake2b) -> int:
     return int(int.from_bytes(found.digest()) >> (64 - BITS))
 
 
-def _feed(found: Any, value: Any) -> None:
+def _feed(found: hashlib.blake2b, value: object) -> None:
     """Whatever a row may be made of."""
     found.update(type(value).__name__.encode() + b"\0")
     if isinstance(value, Tensor):

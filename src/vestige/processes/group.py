@@ -49,7 +49,7 @@ class Processes(Protocol):
         """Together: each does work of its own, without messages; where one fails, all fail."""
         ...
 
-    def agree(self, facts: Mapping[str, Any]) -> None:
+    def agree(self, facts: Mapping[str, object]) -> None:
         """Together: raise ValueError where these facts are not the same everywhere."""
         ...
 
@@ -101,7 +101,7 @@ class Alone:
 
     together = first
 
-    def agree(self, facts: Mapping[str, Any]) -> None:
+    def agree(self, facts: Mapping[str, object]) -> None:
         """One process agrees with itself."""
 
     def told(self, *numbers: int) -> list[list[int]]:
@@ -258,14 +258,14 @@ class Group:
             return tensor, self.world
         return tensor.cpu(), self.words
 
-    def _said(self, value: Any) -> Any:
+    def _said(self, value: object) -> Any:
         box = [value]
         with answered():
             dist.broadcast_object_list(box, 0, group=self.words)
         return box[0]
 
-    def _all(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
+    def _all(self, value: object) -> list[Any]:
+        found: list[object] = [None] * self.size
         with answered():
             dist.all_gather_object(found, value, group=self.words)
         return found
@@ -299,7 +299,7 @@ def time_limit() -> float:
     return found
 
 
-def digest(*parts: Any) -> int:
+def digest(*parts: object) -> int:
     """A number of 63 bits that tells values apart which are written alike in every process."""
     text = json.dumps(parts, sort_keys=True, default=repr)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
@@ -334,9 +334,9 @@ def _portable(error: Exception) -> Exception:
 # Newer versions of torch have other names for the same collectives, and warn of the older ones.
 
 
-def _gather(whole: Tensor, part: Tensor, group: Any) -> None:
+def _gather(whole: Tensor, part: Tensor, group: object) -> None:
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, part, group=group)
 
 
-def _scatter(part: Tensor, vector: Tensor, group: Any) -> None:
+def _scatter(part: Tensor, vector: Tensor, group: object) -> None:
     getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, vector, group=group)

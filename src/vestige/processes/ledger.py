@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from vestige.accounting.ledger import Budget, Ledger, LedgerHistory, read
 from vestige.assumptions import ASSUMPTIONS, STATUSES, Stated, Status, merged
@@ -28,7 +27,7 @@ class SharedLedger(Ledger):
         self._unwritten: dict[str, Stated] = {}
         """What this process knows about assumptions and has not sent to the others."""
 
-    def open(self, facts: Mapping[str, Any]) -> None:
+    def open(self, facts: Mapping[str, object]) -> None:
         if self._group.rank == 0:
             self._group.first(lambda: super(SharedLedger, self).open(facts))
         else:

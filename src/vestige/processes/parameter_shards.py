@@ -294,7 +294,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return plain(model)
 
 
-def of_fsdp(thing: Any) -> bool:
+def of_fsdp(thing: object) -> bool:
     """Whether a class or a hook is FSDP2's: its classes are made from FSDPModule, its hooks are its state's methods."""
     if isinstance(thing, type):
         return _class_of_fsdp(thing)

@@ -46,14 +46,14 @@ COMPILED = (
 class Through(CallInterceptor):
     """Calls of a sharded module: by its twin where gradients are asked of it, by itself elsewhere."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         model = self.owner.model
         if not (model.training and torch.is_grad_enabled()):
             return (self.compiled or model._call_impl)(*args, **kwargs)
         return self.privately(self.owner, args, kwargs)
 
 
-def private_call(loop: ShardedLoop, args: Any, kwargs: Any) -> Any:
+def private_call(loop: ShardedLoop, args: Any, kwargs: Any) -> object:
     """A call of a sharded module that gradients are asked of."""
     with loop.passing():
         return loop.skeleton(*args, **kwargs)
@@ -72,7 +72,7 @@ class ShardedLoop:
         self._husks = dict(self.skeleton.named_parameters())
         self._form = self._form_now()
         self._steps = 0
-        self.settings: Callable[[], dict[str, Any]] = dict
+        self.settings: Callable[[], dict[str, object]] = dict
         """What decides how the optimizer moves, as public facts: every process moves its own rows."""
         self._filled: list[int] | None = None
         """How often each parameter had been written to when the twin was filled; None while it is empty."""
@@ -147,8 +147,8 @@ class ShardedLoop:
 
     def in_rounds(self, draw: int, last: bool, shares: Iterator[Callable[[], object]], running: ShardedSum) -> None:
         """Together: add the shares of this process to a sum that all of them make, as many rounds as the process with
-        the most shares of the draw has. One that has closed its `last` part waits for the others. Before they go on to
-        move, their optimizers are compared: rows of one weight would move at different rates."""
+        the most shares of the draw has. One that has closed its `last` part waits for the others. Before
+        they step, their optimizers are compared: rows of one weight would move at different rates."""
         mine = digest(self.settings()) if last else 0
         while True:
             share = next(shares, None)
@@ -190,7 +190,7 @@ class ShardedLoop:
                 "sharded module and not to its whole one: write it into the module's class"
             )
 
-    def _form_now(self) -> list[Any]:
+    def _form_now(self) -> list[object]:
         modules = modules_of(self.model)
         parameters = [id(p) for each in modules for p in each._parameters.values()]
         hooks = [key for each in modules for kind in HOOKS for key, h in vars(each)[kind].items() if not of_fsdp(h)]

@@ -122,7 +122,7 @@ class ShardedSums(Sums):
 
         Formal guarantees: as `Sums.noised`. The parts of a sum are rounded `FINER` than the lattice and the total to
         it, so that neighbouring totals differ by at most 1.01 steps more than their sums, which is what is charged, for
-        as many parts as are said there.
+        the number of parts given there.
         """
         assert not nonprivate_keep, "whoever asks for raw sums trains in one process"
         cut = self.cut(0, randomness)

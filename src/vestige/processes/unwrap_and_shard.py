@@ -143,7 +143,7 @@ def require_same_model(group: Processes, tensors: Iterable[Tensor], step: int) -
         group.same(digest_of(tensors), COME_APART.format(step=step))
 
 
-def loss_of(loss: Any) -> list[str]:
+def loss_of(loss: object) -> list[str]:
     """What identifies a loss: its name, and its code where it is a function."""
     code = getattr(loss, "__code__", None)
     name = getattr(loss, "__qualname__", None) or repr(loss)

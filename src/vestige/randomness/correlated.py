@@ -376,7 +376,7 @@ class _Nodes(_Correlated):
         for lower in range(level):
             change -= self._active.pop(lower)
         self._active[level] = fresh
-        if self._place == self._length:  # a finished tree stays in the sum; the next one starts beside it
+        if self._place == self._length:  # a finished tree stays in the sum, and the next one starts
             self._place, self._active = 0, {}
         return change
 

@@ -29,7 +29,7 @@ class HoldsKey:
     """Refuses to be copied, pickled or sent to another process: two that draw from one key draw the same noise, and the
     difference of their releases is the data. Processes of one run share their key by `Randomness.shared`."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise ValueError(
             f"{type(self).__name__} holds the secret key of a private run, which must not exist twice: two releases "
             "with the same noise show the data. Make a new one where it is needed, in the process that trains"
@@ -62,7 +62,7 @@ class Randomness(HoldsKey):
     def reproducible(cls, seed: int) -> Randomness:
         return cls(seed, predictable=True)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         if not self.predictable:
             return super().__reduce_ex__(protocol)
         return Randomness.reproducible, (self.entropy,)

@@ -19,11 +19,11 @@ class Stream(Protocol):
         """Integers of 64 bits."""
         ...
 
-    def random(self, shape: Any) -> np.ndarray:
+    def random(self, shape: object) -> np.ndarray:
         """Numbers in [0, 1), multiples of 2^-53."""
         ...
 
-    def integers(self, high: int, size: Any = None) -> Any:
+    def integers(self, high: int, size: object = None) -> Any:
         """Integers from 0 to high - 1."""
         ...
 
@@ -65,7 +65,7 @@ class SecretStream:
         count = int(np.prod(shape))
         return ((self.words(count) >> np.uint64(11)) * 2.0**-53).reshape(shape)
 
-    def integers(self, high: int, size: Any = None) -> Any:
+    def integers(self, high: int, size: Any = None) -> object:
         count = 1 if size is None else int(np.prod(size))
         most = 2**64 - 2**64 % high  # beyond it, the first remainders would be likelier than the last
         drawn = self.words(count)
@@ -90,7 +90,7 @@ class SeededStream:
     def random(self, shape: Any) -> np.ndarray:
         return self._generator.random(shape)
 
-    def integers(self, high: int, size: Any = None) -> Any:
+    def integers(self, high: int, size: Any = None) -> object:
         return self._generator.integers(high, size=size)
 
     def permutation(self, count: int) -> np.ndarray:

@@ -40,7 +40,7 @@ CHANGES = (
 def recipe(
     name: str,
     *,
-    data: tuple[Any, Any],
+    data: tuple[object, object],
     epsilon: float,
     delta: float,
     model: nn.Module | str | None = None,
@@ -50,8 +50,8 @@ def recipe(
     prior: str | Path | None = None,
     seed: int = 0,
     device: str = "cpu",
-    train_with: dict[str, Any] | None = None,
-    **changes: Any,
+    train_with: dict[str, object] | None = None,
+    **changes: object,
 ) -> Training:
     """Train a model on your own data by a recipe of `vestige recipes`; iterate over the result, as of `train`.
 

@@ -10,7 +10,7 @@ from vestige.synthesis.tables import TableRun, TableSynthesis
 from vestige.synthesis.texts import TextRun, TextSynthesis
 
 
-def synthesize(data: Any, *, out: str | Path | None = None, resume: bool = False, **settings: Any) -> Synthesis:
+def synthesize(data: object, *, out: str | Path | None = None, resume: bool = False, **settings: Any) -> Synthesis:
     """Make rows that may be shared, of a private table; or texts, with a language model.
 
     A table:

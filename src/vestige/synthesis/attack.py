@@ -40,7 +40,7 @@ ATTACKS = {
 
 @dataclass(frozen=True)
 class SyntheticMembership:
-    """How well members are told from others by a made-up set alone."""
+    """How well an attack that sees only the synthetic set separates members from non-members."""
 
     run: str
     kind: str
@@ -60,7 +60,7 @@ class SyntheticMembership:
             found.area.low > self.area_allowed for found in self.attacks.values()
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**asdict(self), "contradicts": self.contradicts, "nonprivate": True}
 
     def lines(self) -> list[str]:
@@ -118,7 +118,7 @@ def attack(run: str | Path, members: str | Path, others: str | Path, confidence:
     )
 
 
-def _require(reference: Any, held: Any, inside: Any) -> None:
+def _require(reference: Any, held: object, inside: object) -> None:
     if min(map(len, (reference, held, inside))) < 2:
         raise ValueError("others: give some rows of the same kind that were not trained on, two hundred, say")
 
@@ -131,7 +131,7 @@ def _allowed(promise: Guarantee) -> float | None:
     return float(of_one_pair(known.epsilon_replacing, promise.delta).area())
 
 
-def of_rows(made: Codes, reference: Codes, asked: Codes, columns: Sequence[Column]) -> dict[str, Any]:
+def of_rows(made: Codes, reference: Codes, asked: Codes, columns: Sequence[Column]) -> dict[str, object]:
     """Scores of rows: larger where a row is likelier a member."""
     vectors = [torch.from_numpy(column.vectors()) for column in columns]
     points = [embedded(torch.from_numpy(np.ascontiguousarray(each)), vectors) for each in (made, reference, asked)]
@@ -157,8 +157,8 @@ def of_texts(made: Sequence[str], reference: Sequence[str], asked: Sequence[str]
 
 def _likelihoods(texts: Sequence[str], asked: Sequence[str]) -> Any:
     """The mean log-likelihood of each text's words under pairs of words of other texts, smoothed by single words."""
-    singles: Counter[Any] = Counter(word for text in texts for word in text.split())
-    pairs: Counter[Any] = Counter(pair for text in texts for pair in _runs(text, 2))
+    singles: Counter[object] = Counter(word for text in texts for word in text.split())
+    pairs: Counter[object] = Counter(pair for text in texts for pair in _runs(text, 2))
     total, kinds = sum(singles.values()), len(singles) + 1
 
     def likelihood(text: str) -> float:

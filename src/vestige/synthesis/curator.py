@@ -37,18 +37,18 @@ class Interrupted(Exception):
 class Answers(Protocol):
     """Where answers are kept, so that an interrupted run need not ask again."""
 
-    def known(self, step: int) -> Any: ...
+    def known(self, step: int) -> object: ...
 
-    def keep(self, step: int, answer: Any) -> None: ...
+    def keep(self, step: int, answer: object) -> None: ...
 
 
 class InMemory:
     """Answers of a run that leaves nothing behind."""
 
-    def known(self, step: int) -> Any:
+    def known(self, step: int) -> object:
         return None
 
-    def keep(self, step: int, answer: Any) -> None:
+    def keep(self, step: int, answer: object) -> None:
         pass
 
 
@@ -57,15 +57,15 @@ class InFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._answers: list[Any] = read_tensors(path)["answers"] if path.exists() else []
+        self._answers: list[object] = read_tensors(path)["answers"] if path.exists() else []
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def known(self, step: int) -> Any:
+    def known(self, step: int) -> object:
         return self._answers[step] if step < len(self._answers) else None
 
-    def keep(self, step: int, answer: Any) -> None:
+    def keep(self, step: int, answer: object) -> None:
         assert step == len(self._answers)
         self._answers.append(answer)
         write_tensors(self._path, {"answers": self._answers})
@@ -170,7 +170,7 @@ class TableCurator:
         count = float(self._answered(Gaussian(multiplier), self.rows_per_unit, answer)[0])
         return min(1.0, max(0.0, count / self.population))
 
-    def _answered(self, question: Question, sensitivity: float, answer: Callable[[], Any]) -> Any:
+    def _answered(self, question: Question, sensitivity: float, answer: Callable[[], object]) -> Any:
         """The answer, from before an interruption or charged and computed now."""
         found = self._answers.known(self.step)
         if found is None:

@@ -53,7 +53,7 @@ class Synthesis:
     kind: str
     """ "rows" or "texts"."""
     method: str
-    rows: Mapping[str, Sequence[Any]]
+    rows: Mapping[str, Sequence[object]]
     count: int
     guarantee: accounting.Guarantee
     quality: Mapping[str, float]
@@ -61,7 +61,7 @@ class Synthesis:
     asked: int
     out: Path | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         promise = self.guarantee
         return {
             "kind": self.kind,
@@ -88,7 +88,9 @@ def check_writable(suffix: str) -> None:
         raise ValueError("data: a .parquet needs pyarrow, which is not installed: pip install 'vestige[parquet]'")
 
 
-def write_rows(folder: Path, rows: Mapping[str, Sequence[Any]], columns: Sequence[Column] | None, suffix: str) -> Path:
+def write_rows(
+    folder: Path, rows: Mapping[str, Sequence[object]], columns: Sequence[Column] | None, suffix: str
+) -> Path:
     """data.csv, data.jsonl or data.parquet, with the columns by their names and types."""
     path = folder / f"data{suffix}"
     by_row = zip(*rows.values(), strict=True)
@@ -115,7 +117,7 @@ def write_rows(folder: Path, rows: Mapping[str, Sequence[Any]], columns: Sequenc
     return path
 
 
-def _type(pyarrow: Any, column: Column) -> Any:
+def _type(pyarrow: Any, column: Column) -> object:
     if not column.is_number:
         return pyarrow.string()
     return pyarrow.int64() if column.whole else pyarrow.float64()
@@ -139,7 +141,7 @@ def page_of(
     made: Synthesis,
     columns: Sequence[Column],
     cells: Codes,
-    released: Mapping[str, Any],
+    released: Mapping[str, object],
     test: Codes | None,
 ) -> str:
     """One HTML file about made-up rows: releases and public rows alone are drawn."""
@@ -153,11 +155,11 @@ def page_of(
     return whole_page(made, [("columns", "Columns", words + left_out + panels(figures, ()))])
 
 
-def _figure(column: Column, place: int, cells: Codes, released: Mapping[str, Any], test: Codes | None) -> Figure:
+def _figure(column: Column, place: int, cells: Codes, released: Mapping[str, object], test: Codes | None) -> Figure:
     def points(shares: Any) -> tuple[Point, ...]:
         return tuple((float(cell), float(share), None, None) for cell, share in enumerate(shares))
 
-    def shares(table: Codes) -> Any:
+    def shares(table: Codes) -> object:
         return np.bincount(table[:, place], minlength=column.cells) / len(table)
 
     series = [Series("made up", points(shares(cells))), Series("released", points(released[column.name]))]

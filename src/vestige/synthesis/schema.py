@@ -54,7 +54,7 @@ class Column:
     def _own(self) -> int:
         return self.bins if self.is_number else len(self.values)
 
-    def encode(self, values: Sequence[Any]) -> Codes:
+    def encode(self, values: Sequence[object]) -> Codes:
         """The cell of each value; one that has none is refused by its place, and never shown."""
         places = {value: place for place, value in enumerate(self.values)}
         found = np.empty(len(values), dtype=np.int64)
@@ -82,7 +82,7 @@ class Column:
             return "is no number"
         return "is none of the categories that are declared; declare all that may occur"
 
-    def decode(self, cells: Codes, random: np.random.Generator) -> list[Any]:
+    def decode(self, cells: Codes, random: np.random.Generator) -> list[object]:
         """A value of each cell: numbers are drawn uniformly inside theirs. None where it is missing."""
         if not self.is_number:
             return [None if cell == self._own else self.values[cell] for cell in cells]
@@ -105,11 +105,11 @@ class Column:
         return points
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).strip()
 
 
-def columns_of(declared: str | Mapping[str, Any] | Sequence[Column], bins: int = BINS) -> tuple[Column, ...]:
+def columns_of(declared: str | Mapping[str, object] | Sequence[Column], bins: int = BINS) -> tuple[Column, ...]:
     """Columns as they are declared: 'age=18..80;work=office|field', a public file FILE.json of the same, or a
     dictionary {"age": (18, 80), "work": ["office", "field"]}.
 
@@ -138,7 +138,7 @@ def columns_of(declared: str | Mapping[str, Any] | Sequence[Column], bins: int =
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -164,7 +164,7 @@ def _of_text(text: str, bins: int) -> Column:
     return _of_value(name.strip(), tuple(ends), bins)
 
 
-def _of_value(name: str, value: Any, bins: int) -> Column:
+def _of_value(name: str, value: object, bins: int) -> Column:
     optional, name = name.endswith("?"), name.removesuffix("?")
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"columns: {name} must be a pair of bounds, or a list of categories")
@@ -187,7 +187,7 @@ def _of_value(name: str, value: Any, bins: int) -> Column:
     return Column(name, words, optional=optional)
 
 
-def read_table(data: Any, columns: Sequence[Column]) -> Codes:
+def read_table(data: object, columns: Sequence[Column]) -> Codes:
     """SENSITIVE: the cells of a table, [rows, columns]: of a .csv, .jsonl or .parquet, or of columns by name."""
     if isinstance(data, str | Path):
         uses = {f"columns: {column.name}": column.name for column in columns}
@@ -202,7 +202,7 @@ def read_table(data: Any, columns: Sequence[Column]) -> Codes:
     return np.column_stack([column.encode(by_name[column.name]) for column in columns])
 
 
-def _of_memory(data: Any, name: str) -> list[Any]:
+def _of_memory(data: Any, name: str) -> list[object]:
     """A column of a dictionary of columns, or of a data frame."""
     try:
         return list(data[name])
@@ -210,6 +210,6 @@ def _of_memory(data: Any, name: str) -> list[Any]:
         raise ValueError(f"columns: {name}: the data have no such column; give a file, or columns by name") from None
 
 
-def described(columns: Sequence[Column]) -> list[dict[str, Any]]:
+def described(columns: Sequence[Column]) -> list[dict[str, object]]:
     """The public schema, for a ledger."""
     return [{**asdict(column), "values": list(column.values)} for column in columns]

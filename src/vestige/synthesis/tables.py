@@ -55,7 +55,7 @@ EVALUATION_SHARE = 0.05
 class TableSynthesis:
     """A synthesis of rows, as requested. All of it but the data is public."""
 
-    data: Any
+    data: object
     columns: Any
     epsilon: float
     delta: float = 1e-5
@@ -70,7 +70,7 @@ class TableSynthesis:
     """The column that names whose each row is: all rows of one user are hidden, of which at most `rows_per_user` are
     used."""
     rows_per_user: int | None = None
-    test: Any = None
+    test: object = None
     """Rows with the same columns that need no protection: quality is measured on them, without noise."""
     evaluate: str | None = None
     seed: int | None = None
@@ -190,7 +190,7 @@ class TableRun:
             if run is not None:
                 self._reserve(run)
 
-    def _reserve(self, run: str | None) -> dict[str, Any] | None:
+    def _reserve(self, run: str | None) -> dict[str, object] | None:
         """In the book of the dataset, if there is one."""
         job, account = self.job, account_of(self.job.budget)
         if account is None and job.slot is not None:
@@ -208,10 +208,14 @@ class TableRun:
             spent=self.ledger.spent,
         )
 
-    def _public(self, population: int) -> dict[str, Any]:
+    def _public(self, population: int) -> dict[str, object]:
         job, facts = self.job, self._facts
         kept = ("sampling", "noise", "arithmetic", "coordinates", "nonprivate_outputs", "schedule")
-        options = {"bins": job.bins} if job.method == "marginals" else {"bins": job.bins, **_iterations(job)}
+        options = (
+            {"bins": job.bins}
+            if job.method == "marginals"
+            else {"bins": job.bins, "iterations": job.iterations or ITERATIONS}
+        )
         return {
             "synthesis": "rows",
             "population": population,
@@ -328,21 +332,17 @@ def _checked(job: TableSynthesis) -> tuple[Column, ...]:
     return columns
 
 
-def _iterations(job: TableSynthesis) -> dict[str, int]:
-    return {"iterations": job.iterations or ITERATIONS}
-
-
 def _coordinates(columns: Sequence[Column]) -> int:
     """How many numbers an answer has, at most."""
     most = sorted((column.cells for column in columns), reverse=True)
     return max(sum(most), len(most) * most[0] * (most[1] if len(most) > 1 else 1))
 
 
-def _suffix(data: Any) -> str:
+def _suffix(data: object) -> str:
     return Path(data).suffix if isinstance(data, str | Path) else ".csv"
 
 
-def _request(job: TableSynthesis) -> dict[str, Any]:
+def _request(job: TableSynthesis) -> dict[str, object]:
     """What is written down of a job; rows that were given in memory are not."""
     in_files = {name: str(value) if isinstance(value, str | Path) else None for name, value in _files(job).items()}
     columns = described(columns_of(job.columns, job.bins))
@@ -350,7 +350,7 @@ def _request(job: TableSynthesis) -> dict[str, Any]:
     return {**asdict(replace(job, data=None, test=None, columns=None, budget=paid)), **in_files, "columns": columns}
 
 
-def _files(job: TableSynthesis) -> dict[str, Any]:
+def _files(job: TableSynthesis) -> dict[str, object]:
     return {"data": job.data, "test": job.test}
 
 

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LOOKED = 16
 """Tokens between two looks at whether all texts of a batch have ended."""
@@ -63,7 +66,7 @@ def written(
     random = torch.Generator(device).manual_seed((drawing.seed * 1_000_003 + number) % 2**63)
     told = [prompt, *others] if drawing.guidance > 0 else [prompt]
     steps = [torch.tensor(each, device=device).expand(count, -1) for each in told]
-    caches: list[Any] = [None] * len(told)
+    caches: list[object] = [None] * len(told)
     done = torch.zeros(count, dtype=torch.bool, device=device)
     found: list[Tensor] = []
     bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
@@ -111,7 +114,7 @@ def batches(counts: dict[str, int], most: int) -> Iterator[tuple[int, str, int]]
 
 def sampled(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Mapping[str, Sequence[int]],
     counts: dict[str, int],
     drawing: Drawing,

@@ -63,7 +63,7 @@ class TextSynthesis:
     lora: int | None = None
     lora_targets: tuple[str, ...] | None = None
     method: str = "dp-adamw"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     batch: int | None = None
     epochs: int | None = None
     steps: int | None = None
@@ -104,7 +104,7 @@ class TextRun:
             self._test = texts, [self.prompts.names[number] for number in numbers] if job.labels else None
         tuning = tuning_of(job)
         self._counts: LabelCounts | None = None
-        settings: dict[str, Any] = {"audit": job.audit, "bfloat16": job.bfloat16}
+        settings: dict[str, object] = {"audit": job.audit, "bfloat16": job.bfloat16}
         if job.labels and job.label_shares is None:
             settings["normalise"] = self._counts = LabelCounts(self.prompts, label_multiplier(job), out / "labels.json")
         self.checkpoint, self._public, self.training = start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from vestige.finetuning.texts import Texts, class_names, numbers_of
 from vestige.mechanism.losses.model_losses import IGNORED
 from vestige.priced_questions import Gaussian, Question
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 AT_ONCE = 1000
 
 
@@ -27,7 +30,7 @@ class PromptedTexts(Texts):
     prompts: Tensor
     """How many tokens of each row are its prompt."""
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
+    def __getitem__(self, row: int) -> dict[str, object]:
         found = super().__getitem__(row)
         prompt = torch.arange(self.tokens.shape[1]) < self.prompts[row]
         return {**found, "labels": found["labels"].masked_fill(prompt, IGNORED)}
@@ -42,7 +45,7 @@ class Prompts:
     """The labels; none: texts have no label."""
 
     @classmethod
-    def of(cls, tokenizer: Any, names: Sequence[str] | None) -> Prompts:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None) -> Prompts:
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         first = () if begin is None else (int(begin),)
         if not names:
@@ -70,7 +73,9 @@ class Prompts:
             fits[:, number] = (tokens[:, : len(prompt)] == prompt).all(dim=1) & ~fits.any(dim=1)
         return fits.double()
 
-    def read(self, file: str, text_column: str, label_column: str | None, tokenizer: Any, length: int) -> PromptedTexts:
+    def read(
+        self, file: str, text_column: str, label_column: str | None, tokenizer: PreTrainedTokenizerBase, length: int
+    ) -> PromptedTexts:
         """The texts of a file, each behind its label's prompt and with an end, cut and padded to a public length."""
         texts, labels = read_texts(file, text_column, label_column, self.names)
         end = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)

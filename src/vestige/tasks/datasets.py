@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -35,7 +34,7 @@ class Dataset:
     read: Callable[[Path | None], tuple[LabelledTensors, LabelledTensors]]
     needs_data: bool
     notes: str
-    rows: Callable[[Path | None], tuple[Any, Any]]
+    rows: Callable[[Path | None], tuple[object, object]]
     """The training rows as read from the file, before anything is scaled or cut: inputs and labels."""
     images: bool = True
 

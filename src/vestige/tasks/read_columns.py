@@ -33,7 +33,7 @@ def read_columns(path: Path, columns: Mapping[str, str], blank: Collection[str] 
     return found
 
 
-def read_all(path: Path) -> dict[str, list[Any]]:
+def read_all(path: Path) -> dict[str, list[object]]:
     """All columns of a file by name, as they stand; where a row lacks one, nothing."""
     if not path.is_file():
         raise ValueError(f"data={str(path)!r}: there is no such file")
@@ -52,14 +52,14 @@ def read_all(path: Path) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[dict[str, object]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield _parsed(path, number, line)
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _csv_rows(path: Path) -> Iterator[dict[str, object]]:
     with path.open(encoding="utf-8-sig", newline="") as lines, _long_fields():
         reader = csv.DictReader(lines)
         names = list(reader.fieldnames or ())
@@ -74,7 +74,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"data={str(path)!r}: line {reader.line_num} is not a line of a .csv") from None
 
 
-def _from_jsonl(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[Any]]:
+def _from_jsonl(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[object]]:
     def rows() -> Iterator[tuple[str, Any]]:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -84,7 +84,7 @@ def _from_jsonl(path: Path, columns: Mapping[str, str], blank: Collection[str]) 
     return _gathered(path, rows(), columns, blank)
 
 
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parsed(path: Path, number: int, line: str) -> dict[str, object]:
     try:
         row = json.loads(line)
     except ValueError:
@@ -94,7 +94,7 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _from_csv(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[Any]]:
+def _from_csv(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[object]]:
     with path.open(encoding="utf-8-sig", newline="") as lines, _long_fields():
         reader = csv.DictReader(lines)
         try:
@@ -131,7 +131,7 @@ def _require_pyarrow(path: Path) -> None:
         raise ValueError(f"data={str(path)!r} needs pyarrow, which is not installed: pip install pyarrow")
 
 
-def _from_parquet(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[Any]]:
+def _from_parquet(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[object]]:
     _require_pyarrow(path)
     import pyarrow
     from pyarrow import parquet
@@ -155,9 +155,9 @@ READERS = {".jsonl": _from_jsonl, ".csv": _from_csv, ".parquet": _from_parquet}
 
 
 def _gathered(
-    path: Path, rows: Iterator[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str], blank: Collection[str]
-) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {use: [] for use in columns}
+    path: Path, rows: Iterator[tuple[str, Mapping[str, object]]], columns: Mapping[str, str], blank: Collection[str]
+) -> dict[str, list[object]]:
+    found: dict[str, list[object]] = {use: [] for use in columns}
     for place, row in rows:
         for use, name in columns.items():
             if row.get(name) is None and use not in blank:

@@ -53,7 +53,7 @@ def whole_images(
     files: tuple[str, ...],
     originals: Callable[[Path], Arrays | None],
     bundled: Callable[[], Arrays] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[object, object]:
     """The training images and labels as read from the file."""
     arrays = bundled() if path is None and bundled else _find_arrays(existing(path), files, originals)
     return arrays["x_train"], arrays["y_train"]

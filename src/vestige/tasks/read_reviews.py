@@ -114,7 +114,7 @@ def _tokens(text: str) -> list[int]:
 
     A vocabulary learned from the reviews would itself be a release; a fixed hash of each word asks the data nothing.
     """
-    numbers = [_bucket(word) for word in islice(_words(text), LENGTH)]
+    numbers = [1 + _hash(word) % (BUCKETS - 1) for word in islice(_words(text), LENGTH)]
     return numbers + [0] * (LENGTH - len(numbers))
 
 
@@ -125,7 +125,3 @@ def _words(text: str) -> Iterator[str]:
 @lru_cache(maxsize=1 << 18)
 def _hash(word: str) -> int:
     return zlib.crc32(word.encode())
-
-
-def _bucket(word: str) -> int:
-    return 1 + _hash(word) % (BUCKETS - 1)

@@ -58,7 +58,7 @@ class Categories:
     def width(self) -> int:
         return len(self.values)
 
-    def encode(self, value: Any) -> list[float]:
+    def encode(self, value: object) -> list[float]:
         word = str(value).strip()
         return [float(word == each) for each in self.values]
 
@@ -98,7 +98,7 @@ def _column(text: str) -> Column:
     raise ValueError(f"columns: {text!r} must be NAME=LOW..HIGH (numbers) or NAME=WORD|WORD|... (categories)")
 
 
-def encoded_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Tensor:
+def encoded_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[Column]) -> Tensor:
     """Rows by name as numbers, [rows, width].
 
     Formal guarantees: each row is a function of itself and of public bounds and categories: nothing is asked.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -27,7 +26,7 @@ def existing(path: Path | None) -> Path:
     return path
 
 
-def users_of(data: str | Path | None, name: str, rows: int | None = None) -> Sequence[Any]:
+def users_of(data: str | Path | None, name: str, rows: int | None = None) -> Sequence[object]:
     """Whose each training row is: a column of a table, or an array of a FILE.npz, with an id for each of its `rows`."""
     path = existing(None if data is None else Path(data))
     if path.suffix != ".npz":

@@ -6,7 +6,6 @@ Nothing is scaled, tokenised or left out, so that the same rows in another file 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def of_file(data: str, key: bytes) -> Candidates:
     return [(path.name, hashes_of(read_all(path), key))]
 
 
-def _archive(path: Path) -> tuple[Any, ...]:
+def _archive(path: Path) -> tuple[object, ...]:
     if not path.is_file():
         raise ValueError(f"data={str(path)!r}: there is no such file")
     with np.load(path, allow_pickle=False) as archive:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,8 @@ def load(
         if subset is not None:
             raise ValueError(f"subset={subset} is for the tasks of `vestige tasks`, and {name} is none; leave it out")
         check(name, data, features)
-        return _load_from_file(name, path, seed)
+        made = _made_by_file(name, path, seed)
+        return made if isinstance(made, Task) else _task_of(name, made)
     check(name, data, features)
     definition = DEFINITIONS[name]
     (x_train, y_train), (x_test, y_test), rows = *definition.dataset.read(path), None
@@ -152,7 +152,7 @@ def check(name: str, data: str | Path | None = None, features: str | Path | None
         check_encoder(Path(features))
 
 
-def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, Any]:
+def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, object]:
     """The model, loss and training data of a task, unchecked: a user's function may give a loader or a dataset."""
     if ".py:" not in name:
         task = load(name, data, seed)
@@ -200,19 +200,14 @@ def _public_randomness(seed: int) -> Iterator[None]:
 # --- a user's own task -----------------------------------------------------------------------------------------------
 
 
-def _made_by_file(name: str, data: Path | None, seed: int) -> Any:
+def _made_by_file(name: str, data: Path | None, seed: int) -> object:
     with _public_randomness(seed):
         function = function_of(name)
     with _public_randomness(seed):
         return call(name, function, data, seed)
 
 
-def _load_from_file(name: str, data: Path | None, seed: int) -> Task:
-    made = _made_by_file(name, data, seed)
-    return made if isinstance(made, Task) else _task_of(name, made)
-
-
-def _task_of(name: str, made: Any) -> Task:
+def _task_of(name: str, made: object) -> Task:
     if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise ValueError(f"--task={name}: the function must return a Task or (model, loss, train, test)")
     model, loss, train, test = made

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 def python_file(name: str) -> tuple[Path, str]:
@@ -32,7 +31,7 @@ def blame(name: str, what: str) -> Iterator[None]:
         raise ValueError(f"--task={name}: {what}{where}: {type(error).__name__}: {error}") from error
 
 
-def function_of(name: str) -> Callable[..., Any]:
+def function_of(name: str) -> Callable[..., object]:
     """Run FILE.py and find its FUNCTION."""
     file, function_name = python_file(name)
     with blame(name, "the file cannot be run"):
@@ -49,12 +48,12 @@ def function_of(name: str) -> Callable[..., Any]:
         return function  # type: ignore[no-any-return]
 
 
-def call(name: str, function: Callable[..., Any], data: Path | None, seed: int) -> Any:
+def call(name: str, function: Callable[..., object], data: Path | None, seed: int) -> object:
     """Call the function with those of `data` and `seed` that it takes."""
     _, function_name = python_file(name)
     accepted = inspect.signature(function).parameters
     if data is not None and "data" not in accepted:
         raise ValueError(f"--data={data}: {function_name}() takes no argument 'data'; add one or leave --data out")
-    arguments: dict[str, Any] = {"data": data, "seed": seed}
+    arguments: dict[str, object] = {"data": data, "seed": seed}
     with blame(name, f"{function_name}() failed"):
         return function(**{key: value for key, value in arguments.items() if key in accepted})

@@ -1,6 +1,6 @@
 """What about the data can be seen to break an assumption? Objects of the pipeline alone: no row is read.
 
-A fitted transformer, a row that is there twice, the rest of a split: each is said once, and written beside the
+A fitted transformer, a repeated row, the remainder of a split: each is reported once, and recorded with the
 assumption that it concerns.
 """
 
@@ -21,7 +21,7 @@ FEW = 100
 """A list or a dictionary of a dataset's with more entries holds rows, and not transformers."""
 
 
-def doubts(data: Any) -> list[Doubt]:
+def doubts(data: object) -> list[Doubt]:
     """What is seen, of a dataset and of those that it is made of."""
     return list(dict.fromkeys(_of(data.dataset if isinstance(data, DataLoader) else data)))
 
@@ -36,7 +36,7 @@ def tell(found: list[Doubt]) -> None:
         warnings.warn(f"data: {what}; {way}", stacklevel=4)
 
 
-def _of(data: Any, within: tuple[int, ...] = ()) -> Iterator[Doubt]:
+def _of(data: object, within: tuple[int, ...] = ()) -> Iterator[Doubt]:
     """Of a dataset and of those that it holds; `within` are those that hold it."""
     if isinstance(data, ConcatDataset):
         if _overlap(data):
@@ -56,7 +56,7 @@ def _of(data: Any, within: tuple[int, ...] = ()) -> Iterator[Doubt]:
             yield from _of(part, (*within, id(data))) if isinstance(part, Dataset) else _fitted(part)
 
 
-def _overlap(data: ConcatDataset[Any]) -> bool:
+def _overlap(data: ConcatDataset[object]) -> bool:
     """Whether a row is in two of the datasets: by what they are subsets of, or by the memory of their tensors."""
     taken: dict[Hashable, set[int]] = {}
     for each in data.datasets:
@@ -74,7 +74,7 @@ def _overlap(data: ConcatDataset[Any]) -> bool:
     return False
 
 
-def _parts(data: Any) -> Iterator[Any]:
+def _parts(data: object) -> Iterator[object]:
     """What a dataset holds, in lists and dictionaries too, and the owners of methods that it holds (`transform`)."""
     for value in vars(data).values():
         held = [value]
@@ -85,7 +85,7 @@ def _parts(data: Any) -> Iterator[Any]:
             yield getattr(each, "__self__", each)
 
 
-def _fitted(part: Any) -> Iterator[Doubt]:
+def _fitted(part: object) -> Iterator[Doubt]:
     """A transformer of scikit-learn, once it was fitted."""
     kind = type(part)
     if kind.__module__.startswith("sklearn.") and hasattr(part, "transform"):

@@ -35,7 +35,7 @@ class Finding:
     what: str
 
 
-def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
+def examine(model: nn.Module, loss: Loss, data: object) -> list[Finding]:
     """Everything that would make private training of `model` on `data` wrong or useless; empty when all is well.
 
     `data` is a tuple of tensors, a map-style dataset or a DataLoader. The findings are for the data's owner only: they
@@ -67,7 +67,7 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
 LISTED = 5
 
 
-def _rows_at_fault(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
+def _rows_at_fault(model: nn.Module, loss: Loss, data: object) -> list[Finding]:
     """Rows that cannot be read, or whose label the loss cannot take: a private run leaves them out without a word."""
     try:
         examples = Examples(data, torch.device("cpu"))
@@ -107,12 +107,12 @@ def _listed(places: Sequence[str]) -> str:
     return ", ".join(few) + (f" and {len(places) - 2} others like these" if few is not places else "")
 
 
-def first_examples(data: Any, count: int) -> list[Tensor]:
+def first_examples(data: object, count: int) -> list[Tensor]:
     """The first examples of a tuple of tensors, a dataset or a loader, as one batch."""
     return _some(data.dataset if isinstance(data, DataLoader) else data, count)[0]
 
 
-def largest_batch(model: nn.Module, loss: Loss, data: Any, rate: float) -> int:
+def largest_batch(model: nn.Module, loss: Loss, data: object, rate: float) -> int:
     """How many examples the fast engine can take at once here, up to a sample at this rate (`physical_batch`)."""
     check_rate(rate)
     batch, count = _some(data.dataset if isinstance(data, DataLoader) else data, 1)
@@ -161,7 +161,7 @@ def _tied(model: nn.Module) -> list[Finding]:
     ]
 
 
-def _loader(loader: DataLoader[Any]) -> list[Finding]:
+def _loader(loader: DataLoader[object]) -> list[Finding]:
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     inner = getattr(sampler, "sampler", sampler)
     if isinstance(inner, RandomSampler | SequentialSampler) or not getattr(sampler, "poisson", False):

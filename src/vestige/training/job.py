@@ -182,7 +182,7 @@ def start(
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     ours = task is None and ".py:" not in job.task
     task = task or _loaded(job)
-    beginning: dict[str, Any] = {}
+    beginning: dict[str, object] = {}
     if job.features is not None:
         identity = encoders.identity_of(Path(job.features))
         if resume and out is not None and RunFolder(out).request().get("features", identity) != identity:
@@ -246,7 +246,7 @@ def start(
     return task, training
 
 
-def _users(job: Job, task: tasks.Task) -> Any:
+def _users(job: Job, task: tasks.Task) -> object:
     """Whose each training row is."""
     if job.user_column is None:
         for name, usual in (("sample", "rows"), ("rows_per_user", None), ("cap", None)):
@@ -371,7 +371,7 @@ def load(folder: RunFolder) -> Job:
     return Job(**{**job, "options": as_given(options)})
 
 
-def _written(option: Any) -> Any:
+def _written(option: object) -> object:
     """JSON has no infinity, which is a threshold that accepts everything."""
     return "inf" if option == inf else option
 

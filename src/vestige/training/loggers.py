@@ -112,7 +112,7 @@ def opened(texts: Sequence[str], name: str) -> Iterator[list[Sink]]:
         yield sinks
 
 
-def released(record: Mapping[str, Any], accuracy: float | None = None) -> dict[str, float]:
+def released(record: Mapping[str, object], accuracy: float | None = None) -> dict[str, float]:
     """The numbers of one step's record that may be shown anywhere: releases and public facts.
 
     Formal guarantees: post-processing of the run's releases, and accuracy on public test data; nothing else.

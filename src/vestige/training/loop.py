@@ -40,16 +40,16 @@ class Record:
         """With `[]`, what `dict(record)` is made of: plain numbers and lists, as JSON has them."""
         return list(self.to_json())
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         return self.to_json()[key]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
         row = {"step": self.step, "epsilon": self.epsilon, **seen}
         return row if self.accepted else {**row, "accepted": False}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Numbers and lists for JSON, which has no infinity and no NaN: both become null."""
     if isinstance(value, list):
         return [_plain(part) for part in value]
@@ -68,7 +68,7 @@ NOTHING_PUBLIC = Public()
 Snapshot = dict[str, Any]
 
 
-def copied(part: Any) -> Any:
+def copied(part: object) -> Any:
     """A deep copy of a state (dicts, lists and tuples of tensors and plain values), faster than deepcopy."""
     if isinstance(part, Tensor):
         return part.detach().clone()
@@ -89,7 +89,7 @@ class TrainingState:
         layout: Layout,
         lr: float,
         *,
-        groups: list[dict[str, Any]] | None = None,
+        groups: list[dict[str, object]] | None = None,
         scheduling: Scheduling | None = None,
         shards: Shards | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class TrainingState:
         self.gate, self.clip = method.gate.init(), method.clip.init()
         self.step = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Releases and what was computed from them: nothing else, and no key of any random stream."""
         return {
             "step": self.step,
@@ -163,7 +163,7 @@ class TrainingState:
         for name, values in self.layout.views(vector).items():
             self.parameters[name].copy_(values)
 
-    def _here(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _here(self, part: dict[str, object]) -> dict[str, object]:
         return {k: v.to(self.gradient.device) if isinstance(v, Tensor) else v for k, v in part.items()}
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vestige.files import write_atomically
 from vestige.optim.memory import Blend, Memory
 from vestige.training.loop import Record, TrainingState
+
+Array = NDArray[np.floating]
 
 PARTS = ("signal", "inherited_signal", "inherited_noise", "fresh_noise")
 """What a release is the sum of, in the order of `nonprivate_split`."""
@@ -24,7 +26,7 @@ class Transcript:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: list[tuple[Tensor, Tensor]] = []
-        self._rows: dict[str, list[np.ndarray[Any, Any]]] = {
+        self._rows: dict[str, list[Array]] = {
             "clipped_sum": [],
             "noise": [],
             "release": [],
@@ -33,9 +35,9 @@ class Transcript:
             "weights": [],
         }
         self._shares: list[float] = []
-        self.split: np.ndarray[Any, Any] | None = None
+        self.split: Array | None = None
         """NOT PRIVATE: see `nonprivate_split`; once it is saved, and where releases hold a memory."""
-        self._group: np.ndarray[Any, Any] | None = None
+        self._group: Array | None = None
 
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
         self._seen.append((clipped_sum, noise.clone()))
@@ -95,18 +97,18 @@ def _by_group(weights: Tensor | None, groups: int, depth: int) -> Tensor:
     return padded
 
 
-def _numbers(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+def _numbers(arrays: dict[str, Array]) -> dict[str, Array]:
     return {key: arrays[key] for key in ("clipped_sum", "noise", "release", "weights", "group")}
 
 
 def nonprivate_split(
-    clipped_sum: np.ndarray[Any, Any],
-    noise: np.ndarray[Any, Any],
-    release: np.ndarray[Any, Any],
-    weights: np.ndarray[Any, Any],
-    group: np.ndarray[Any, Any],
-    fresh_share: float | np.ndarray[Any, Any],
-) -> np.ndarray[Any, Any]:
+    clipped_sum: Array,
+    noise: Array,
+    release: Array,
+    weights: Array,
+    group: Array,
+    fresh_share: float | Array,
+) -> Array:
     """NOT PRIVATE: the norms of the four parts of each release, [steps, groups, 4] in the order of PARTS.
 
     A release is fresh_share * clipped sum + memory + fresh noise, and the memory a factor times the weighted mean of

@@ -38,7 +38,7 @@ class Persistent(Protocol):
         ...
 
 
-def start(run: Persistent, folder: RunFolder | None, public: dict[str, Any], request: dict[str, Any]) -> None:
+def start(run: Persistent, folder: RunFolder | None, public: dict[str, object], request: dict[str, object]) -> None:
     """Begin a new run: claim its folder, write its request and its first checkpoint, open its ledger."""
     if folder is not None:
         folder.create({**request, "public": public})
@@ -59,7 +59,7 @@ def begun(folder: RunFolder) -> dict[str, Any]:
     return public
 
 
-def _opened(ledger: Path) -> dict[str, Any]:
+def _opened(ledger: Path) -> dict[str, object]:
     """What the first row of a ledger says of its run; nothing where there is no such row, which its claim will tell."""
     try:
         with ledger.open(encoding="utf-8") as rows:
@@ -83,7 +83,7 @@ def continued(request: Request, public: dict[str, Any]) -> Request:
     return replace(request, noise_multiplier=public["noise_multiplier"], steps=request.steps or public["steps"])
 
 
-def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
+def resume(run: Persistent, folder: RunFolder, public: dict[str, object]) -> None:
     """Continue a run from its last checkpoint; all questions asked since stay charged."""
     group = run.group
     check_same(group.first(lambda: begun(folder)), public)
@@ -137,7 +137,7 @@ SHARDED = "checkpoint-rows-"
 """Folders in which processes keep their rows of a sharded run's state."""
 
 
-def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> None:
+def _open(run: Persistent, folder: RunFolder | None, public: dict[str, object]) -> None:
     run.ledger.open(public)
     if folder is not None:
         saver(run, folder)()
@@ -145,7 +145,7 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
 
 NEWER = {"arithmetic": "float32"}
 """What runs did that were written before a key was: 0.1 added noise in float32."""
-NEWER_OPTIONS: dict[str, dict[str, Any]] = {
+NEWER_OPTIONS: dict[str, dict[str, object]] = {
     "sma-dp-sgd": {"spectrum_lag": 0, "shuffled": False, "clip_per_layer": False},
     **{name: {"beta_end": None, "beta_epochs": 100} for name in ("fo-dp-sgd", "post-fm")},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ WORKING_VECTORS = 6
 """Flat vectors that a step needs besides the engine's: the sum, its noise, the direction, the mean and two more."""
 
 
-def check_physical_batch(value: Any, name: str = "max_physical_batch_size") -> None:
+def check_physical_batch(value: object, name: str = "max_physical_batch_size") -> None:
     if value is None or value == "auto" or (isinstance(value, int) and value >= 1):
         return
     raise ValueError(f"{name}={value!r} must be a whole number from 1 up, or 'auto'")

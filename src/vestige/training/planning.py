@@ -91,7 +91,7 @@ class Plan:
     noise_strategy: str | None = None
     """How the noise is correlated over steps, its number of bands included; None if it is independent."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 

@@ -98,7 +98,7 @@ class PrivateStatistics:
         found = accounting.guarantee(Counter(self.questions), left, facts, known)
         return replace(found, delta=self.delta)
 
-    def scaled(self, inputs: Any) -> torch.Tensor:
+    def scaled(self, inputs: object) -> torch.Tensor:
         """Columns of an array less their noised means, over their noised deviations: `StandardScaler`'s place."""
         x = torch.as_tensor(inputs, dtype=torch.get_default_dtype())
         places = list(self.means)
@@ -123,18 +123,18 @@ class PrivateStatistics:
         return found
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What is public of it, for a ledger."""
         asked = Counter(self.questions)
         return {"rows": self.rows, "questions": [{**each.to_json(), "count": n} for each, n in asked.items()]}
 
 
 def private_statistics(
-    data: Any,
+    data: object,
     *,
     means: Bounds | Mapping[Column, Bounds] | None = None,
     quantiles: Mapping[Column, tuple[float, float, Sequence[float]]] | None = None,
-    classes: Mapping[Column, Sequence[Any]] | None = None,
+    classes: Mapping[Column, Sequence[object]] | None = None,
     vocabulary: Mapping[Column, Vocabulary] | None = None,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
@@ -220,8 +220,8 @@ def private_statistics(
 
 
 def _reserve(
-    books: Ledger, budget: Budget, questions: Sequence[Question], data: Any, facts: accounting.Facts, delta: float
-) -> dict[str, Any] | None:
+    books: Ledger, budget: Budget, questions: Sequence[Question], data: object, facts: accounting.Facts, delta: float
+) -> dict[str, object] | None:
     """In the book of the dataset, if there is one. The deltas of thresholds are entries of their own."""
     account = account_of(budget)
     if account is not None and delta:
@@ -272,10 +272,10 @@ class _Asked:
 
 
 def _asked(
-    columns: Mapping[Column, Any],
+    columns: Mapping[Column, object],
     means: Bounds | Mapping[Column, Bounds] | None,
     quantiles: Mapping[Column, tuple[float, float, Sequence[float]]],
-    classes: Mapping[Column, Sequence[Any]],
+    classes: Mapping[Column, Sequence[object]],
     vocabulary: Mapping[Column, Vocabulary],
 ) -> list[_Asked]:
     found = []
@@ -331,7 +331,7 @@ def _quantile(column: Column, values: np.ndarray, rows: int, low: float, high: f
     def question(multiplier: float) -> Question:
         return ExponentialMechanism(PER_MULTIPLIER / multiplier)
 
-    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, object]]:
         # A row more or less moves the count of values below a candidate by 1 at most; the number of rows is public.
         scores = -np.abs(np.searchsorted(values, grid) - share * rows)
         chosen = choose(scores.tolist(), 1.0, PER_MULTIPLIER / multiplier, stream)
@@ -340,11 +340,11 @@ def _quantile(column: Column, values: np.ndarray, rows: int, low: float, high: f
     return _Asked("quantile", 1.0, question, answer)
 
 
-def _histogram(column: Column, values: Sequence[Any], labels: Sequence[Any]) -> _Asked:
+def _histogram(column: Column, values: Sequence[object], labels: Sequence[object]) -> _Asked:
     if len(set(labels)) != len(labels) or len(labels) < 2:
         raise ValueError(f"classes of column {column!r} must be two or more different values that may occur")
 
-    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, object]]:
         found = Counter(value.item() if hasattr(value, "item") else value for value in values)
         total = torch.tensor([float(found[label]) for label in labels], dtype=torch.float64)
         lattice.add_noise(BoundedSum(total, 1.0), multiplier, stream)
@@ -359,7 +359,7 @@ def _words(column: Column, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
     most = wanted.words_per_row
     sensitivity = sqrt(most)
 
-    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, object]]:
         candidates = None if wanted.candidates is None else dict.fromkeys(wanted.candidates)
         counts: Counter[str] = Counter()
         for text in texts:
@@ -385,7 +385,7 @@ def _words(column: Column, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 
-def _columns(data: Any) -> tuple[dict[Column, Any], int]:
+def _columns(data: Any) -> tuple[dict[Column, object], int]:
     """Columns by name or place, and how many rows there are."""
     if isinstance(data, Mapping) or hasattr(data, "columns"):
         columns = {name: data[name] for name in (data if isinstance(data, Mapping) else data.columns)}
@@ -402,14 +402,14 @@ def _columns(data: Any) -> tuple[dict[Column, Any], int]:
     return columns, counts.pop()
 
 
-def _column(columns: Mapping[Column, Any], column: Column) -> Any:
+def _column(columns: Mapping[Column, object], column: Column) -> Any:
     if column not in columns:
         raise ValueError(f"column {column!r} is none of {', '.join(map(repr, columns))}")
     found = columns[column]
     return found.tolist() if isinstance(found, torch.Tensor) else found
 
 
-def _numbers(columns: Mapping[Column, Any], column: Column) -> np.ndarray:
+def _numbers(columns: Mapping[Column, object], column: Column) -> np.ndarray:
     try:
         return np.asarray(_column(columns, column), dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -439,7 +439,7 @@ BOUND = "bound.json"
 
 
 def private_bound(
-    users: Any,
+    users: object,
     *,
     epsilon: float,
     share: float = 0.5,
@@ -511,7 +511,7 @@ def bound_scores(counts: np.ndarray, share: float, largest: int) -> np.ndarray:
 
 
 def _open_choice(
-    ledger: Ledger, facts: accounting.Facts, users: int, delta: float, entry: dict[str, Any] | None
+    ledger: Ledger, facts: accounting.Facts, users: int, delta: float, entry: dict[str, object] | None
 ) -> None:
     assert facts.users is not None
     told = {

@@ -105,7 +105,7 @@ class OneRun:
     epsilon: float | None
     """The accountant's; None where no epsilon holds."""
     delta: float
-    assumptions: tuple[Mapping[str, Any], ...] = ()
+    assumptions: tuple[Mapping[str, object], ...] = ()
     joined: Joined | None = None
     """Of a loop."""
 
@@ -121,7 +121,7 @@ class OneRun:
         found = self.epsilon is not None and self.audited.epsilon_lower_bound > self.epsilon
         return found or (self.epsilon is not None and self.oversampled)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         facts = {"run": self.run, "method": self.method, "epsilon": self.epsilon, "delta": self.delta}
         drawn = {} if self.joined is None else {"drawn": {**asdict(self.joined), "p_value": self.joined.p_value}}
         listed = list(self.assumptions)
@@ -181,7 +181,7 @@ def meant(promise: accounting.Guarantee) -> dict[str, Any]:
     return {} if promise.meaning is None else asdict(promise.meaning)
 
 
-def last_diagnostics(record: Record) -> dict[str, Any]:
+def last_diagnostics(record: Record) -> dict[str, object]:
     return {key: value for key, value in record.to_json().items() if key in record.diagnostics}
 
 

@@ -119,13 +119,13 @@ def train(
     bfloat16: bool = False,
     device: str | torch.device | None = None,
     target: Target = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Callable[[list[object]], object] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
     reproducible: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    request: dict[str, Any] | None = None,
+    request: dict[str, object] | None = None,
     log_to: str | Sequence[str] = (),
     validation_data: tuple[Tensor, Tensor] | None = None,
     normalise: FirstSums | None = None,
@@ -341,7 +341,7 @@ class Shared:
     """How the model is divided among them; None where each has all of it."""
 
 
-def _check_shardable(engine: str, audit: int | None, param_groups: Any, bfloat16: bool) -> None:
+def _check_shardable(engine: str, audit: int | None, param_groups: object, bfloat16: bool) -> None:
     """Refuse what is not there for sharded models."""
     for name, value, usual in (
         ("engine", engine, "bookkeeping"),
@@ -388,13 +388,13 @@ def shards_of(model: nn.Module, group: Processes) -> Shards:
     return Shards(model, group)
 
 
-def _transcript(path: Any) -> Path | None:
+def _transcript(path: object) -> Path | None:
     if path is not None and not isinstance(path, str | Path):
         raise ValueError(f"nonprivate_transcript={path!r} must be the path of a file to write")
     return None if path is None else Path(path)
 
 
-def _statistics(asked: Any, normalise: Any) -> PrivateStatistics | None:
+def _statistics(asked: object, normalise: object) -> PrivateStatistics | None:
     if asked is None:
         return None
     if not isinstance(asked, PrivateStatistics):
@@ -432,7 +432,7 @@ def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, k
     return Canaries(count, layout, device, key, rows)
 
 
-def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
+def _of_loader(loader: DataLoader[object], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
     """How a user's loader reads, and its rate unless another is given; its own way of drawing is replaced, and that is
     said."""
     check_loader(loader, "data")
@@ -457,14 +457,14 @@ def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, samp
 class AskedUsers:
     """What was asked for about users, before the data are there."""
 
-    ids: Any
+    ids: object
     sample: str
     rows_per_user: Most
     cap: int | ChosenBound | None
 
 
 def _owned(
-    data: Data, users: Any, sample: str, rows_per_user: Most, cap: int | ChosenBound | None
+    data: Data, users: object, sample: str, rows_per_user: Most, cap: int | ChosenBound | None
 ) -> tuple[Data, AskedUsers | None]:
     """The data without a column that names users, and what was asked for about them."""
     if users is None:
@@ -607,7 +607,7 @@ class Training(HoldsKey):
         seen = partial(accuracy, sharded_model, settings.public) if settings.public is not None else None
         self._public = Public(self._charged, seen)
         self.log: dict[str, Any] = {}
-        """Released quantities put here while a record is being consumed are written beside it."""
+        """Released quantities to write into the current record."""
         self._odometer = accounting.Odometer()
         self._counted: Counter[Question] = Counter()
         self._last: Record | None = None
@@ -617,7 +617,7 @@ class Training(HoldsKey):
         self._first_step = 0
         self._ended = False
         """Whether the iteration came to its end, and was not left."""
-        self._book_entry: dict[str, Any] | None = None
+        self._book_entry: dict[str, object] | None = None
         """What the ledger says about the book of the dataset."""
 
     def _of_users(self, examples: Examples, request: Request, key: Randomness) -> tuple[Users | None, Source, Request]:
@@ -732,7 +732,7 @@ class Training(HoldsKey):
             curator.observer = lambda answer: observe(answer.release.total, answer.release.noise_std)
         return curator, None if judged is None else Evaluator(judged, key, charges, right, self.group)
 
-    def agreed(self) -> dict[str, Any]:
+    def agreed(self) -> dict[str, object]:
         """What must be the same in every process of a run, before any of them asks."""
         if not self.group.several:
             return {}
@@ -764,7 +764,7 @@ class Training(HoldsKey):
         left = max(1, self.plan.steps - self.state.step)
         return self.method.noise.start(self.plan.sample_rate, left, self.settings.noise)
 
-    def open(self, resume: bool, request: dict[str, Any]) -> None:
+    def open(self, resume: bool, request: dict[str, object]) -> None:
         """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget. What a book
         does not hold is refused before anything is written."""
         if resume and self.folder is not None:
@@ -798,7 +798,7 @@ class Training(HoldsKey):
             last = self._last_question
             self.ledger.budget = budget if last is None else Reserving(budget, last)
 
-    def _reserve(self, run: str | None) -> dict[str, Any] | None:
+    def _reserve(self, run: str | None) -> dict[str, object] | None:
         """In the book of the dataset, if there is one: process 0 does. A plan that follows from answers is charged
         question by question."""
         settings = self.settings
@@ -818,7 +818,7 @@ class Training(HoldsKey):
             )
         )
 
-    def _facts_of_the_run(self) -> dict[str, Any]:
+    def _facts_of_the_run(self) -> dict[str, object]:
         return {
             "population": self.curator.population,  # first: much else follows from it
             **self.plan.to_json(),
@@ -838,7 +838,7 @@ class Training(HoldsKey):
             **self._rates(),
         }
 
-    def _rates(self) -> dict[str, Any]:
+    def _rates(self) -> dict[str, object]:
         """What is public of the learning rates besides the first: the scheduler's name, and the options by group."""
         names = {id(p): name for name, p in self.state.parameters.items()}
         groups = self.settings.groups and [
@@ -925,7 +925,7 @@ class Training(HoldsKey):
         return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts, self.ledger.assumptions)
 
     @property
-    def terms(self) -> dict[str, Any]:
+    def terms(self) -> dict[str, object]:
         """What decides, besides the charges, which guarantee holds: all that `verify.reprice` needs."""
         keys = ("sampling", "noise", "arithmetic", "coordinates", "nonprivate_outputs", "schedule")
         terms = {key: getattr(self.facts, key) for key in keys}
@@ -979,7 +979,7 @@ class Training(HoldsKey):
     def result(self, **more: Any) -> RunResult:
         """The result so far, with further facts in `more`: its `task`, its `accuracy` on public data."""
         promise = self.guarantee()
-        facts: dict[str, Any] = {
+        facts: dict[str, object] = {
             "method": self.method.name,
             "assumptions": promise.listed,
             "statement": statement(

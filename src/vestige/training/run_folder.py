@@ -41,11 +41,11 @@ class RunFolder:
     def records(self) -> Path:
         return self.path / "records.jsonl"
 
-    def create(self, request: dict[str, Any]) -> None:
+    def create(self, request: dict[str, object]) -> None:
         """Claim a new or empty folder for this run; a folder that holds anything else is refused."""
         self._group.first(lambda: self._create(request))
 
-    def _create(self, request: dict[str, Any]) -> None:
+    def _create(self, request: dict[str, object]) -> None:
         if self.path.is_dir():
             remove_unfinished(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -61,7 +61,7 @@ class RunFolder:
         request: dict[str, Any] = read_json(self.path / "run.json")
         return request
 
-    def save_checkpoint(self, content: dict[str, Any]) -> None:
+    def save_checkpoint(self, content: dict[str, object]) -> None:
         if self._group.rank == 0:
             write_tensors(self.checkpoint, content)
 
@@ -75,7 +75,7 @@ class RunFolder:
         content: dict[str, Any] = self._group.first(lambda: read_tensors(self.checkpoint))
         return content
 
-    def finish(self, result: dict[str, Any], weights: dict[str, Any]) -> None:
+    def finish(self, result: dict[str, object], weights: dict[str, object]) -> None:
         write_tensors(self.path / "model.pt", weights)
         write_json(self.path / "result.json", result)
 
@@ -89,7 +89,7 @@ class RunFolder:
         return read_json(path) if path.exists() else None
 
     def log(
-        self, records: Generator[Record, None, None], from_step: int, extra: dict[str, Any]
+        self, records: Generator[Record, None, None], from_step: int, extra: dict[str, object]
     ) -> Generator[Record, None, None]:
         """Pass records through, appending each to records.jsonl; those of steps that will be redone are dropped first.
 

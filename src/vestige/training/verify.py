@@ -56,7 +56,7 @@ class Verdict:
         }
 
 
-def _in_short(promise: accounting.Guarantee) -> dict[str, Any]:
+def _in_short(promise: accounting.Guarantee) -> dict[str, object]:
     return {
         "epsilon": promise.epsilon,
         "delta": promise.delta,
@@ -128,7 +128,7 @@ def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) ->
 
 
 def _check_result(
-    folder: RunFolder, history: LedgerHistory, content: Any, promise: accounting.Guarantee, asked: int
+    folder: RunFolder, history: LedgerHistory, content: object, promise: accounting.Guarantee, asked: int
 ) -> None:
     """Check everything in the result that follows from the ledger."""
     try:
@@ -218,7 +218,7 @@ def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -
         raise LedgerError(f"{ledger}: does not contain the {rows} rows that {what} was written after: cut or replaced")
 
 
-def _same(key: str, written: Any, expected: Any, file: str = "result.json") -> None:
+def _same(key: str, written: object, expected: object, file: str = "result.json") -> None:
     """Refuse another value than expected; a number may differ by the rounding of another version or machine."""
     if isinstance(written, float | int) and isinstance(expected, float | int):
         right = abs(written - expected) <= 1e-6 * max(1.0, abs(expected))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,6 +11,10 @@ from rich.table import Table
 
 from vestige.cli.errors import FlagCommand
 from vestige.cli.terminal import Json, print_json, stderr, stdout, verified
+
+if TYPE_CHECKING:
+    from vestige.budget import Book
+    from vestige.budget.identity import Hashes
 
 budget = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown")
 """One book for one dataset: what all runs together have spent."""
@@ -122,7 +126,7 @@ def open_(
     _show(made.path, as_json)
 
 
-def _require_first(key: Path, hashes: Any) -> None:
+def _require_first(key: Path, hashes: Hashes) -> None:
     """Refuse a second book for rows that have one: who opens another begins to count anew."""
     import numpy as np
 
@@ -138,7 +142,7 @@ def _require_first(key: Path, hashes: Any) -> None:
             )
 
 
-def _expected(text: str | None) -> Any:
+def _expected(text: str | None) -> object:
     from vestige.budget import usual
 
     if text is None:
@@ -309,7 +313,7 @@ def grant(
     _done(opened, {"person": person, "granted": epsilon}, f"{person} may spend up to {epsilon:g}", as_json)
 
 
-def _done(opened: Any, what: dict[str, Any], line: str, as_json: bool) -> None:
+def _done(opened: Book, what: dict[str, object], line: str, as_json: bool) -> None:
     reading = opened.reading()
     if as_json:
         print_json(

@@ -16,7 +16,10 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 300, 46, 34, 18
 def page(book: Book, title: str | None = None) -> str:
     """One HTML file that needs no network."""
     found = described(book)
-    parts = [_of_part(each) for each in found.get("parts", ())]
+    parts = [
+        {"part": each["part"], "spent": each["epsilon_spent"], "with what is reserved": each["epsilon_reserved"]}
+        for each in found.get("parts", ())
+    ]
     name = found["data"]["name"] or book.path.name
     sections = [
         ("left", "What is left", _left(found) + _bar(found)),
@@ -117,16 +120,12 @@ def _plot(points: list[tuple[str, float, float]], epsilon: float) -> str:
     )
 
 
-def _of_part(part: dict[str, Any]) -> dict[str, Any]:
-    return {"part": part["part"], "spent": part["epsilon_spent"], "with what is reserved": part["epsilon_reserved"]}
-
-
-def _plain(person: dict[str, Any]) -> dict[str, Any]:
+def _plain(person: dict[str, object]) -> dict[str, object]:
     return {"person": person["person"], "runs": person["runs"], "reading of their own": person["epsilon_reading"],
             "granted": person["granted"]}  # fmt: skip
 
 
-def _row(run: dict[str, Any]) -> dict[str, Any]:
+def _row(run: dict[str, Any]) -> dict[str, object]:
     return {
         "run": run["id"],
         "person": run["person"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -59,9 +59,7 @@ ReproducibleFlag = Annotated[
 DeviceFlag = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
 ResumeFlag = Annotated[
     Path | None,
-    typer.Option(
-        help="Continue the interrupted run in this folder; beside it go where its data lie and what computes it."
-    ),
+    typer.Option(help="Continue the interrupted run in this folder; may be combined with --data and --device."),
 ]
 
 
@@ -133,7 +131,7 @@ def grouped(parameters: Sequence[Any]) -> None:
             each.rich_help_panel = places[each.name]
 
 
-def most_rows(text: str | None, name: str = "rows_per_user") -> Any:
+def most_rows(text: str | None, name: str = "rows_per_user") -> int | str | None:
     """The most rows of one user that a flag asks for; a folder stays as it is named."""
     if text is None or (text, name) == ("median", "rows_per_user") or (Path(text) / "bound.json").is_file():
         return text
@@ -154,7 +152,7 @@ def engine_of(engine: str, cuda_graphs: bool) -> str:
     return engine if cuda_graphs or engine != "bookkeeping" else "unrecorded"
 
 
-def learning_rate(text: str) -> Any:
+def learning_rate(text: str) -> float | Literal["auto"]:
     if text == "auto":
         return "auto"
     try:
@@ -163,10 +161,10 @@ def learning_rate(text: str) -> Any:
         raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
 
 
-def part_size(text: str | None) -> Any:
+def part_size(text: str | None) -> int | Literal["auto"] | None:
     """The physical batch that a flag asks for."""
     if text is None or text == "auto":
-        return text
+        return None if text is None else "auto"
     try:
         return int(text)
     except ValueError:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.markup import escape
@@ -16,6 +16,13 @@ from vestige.assumptions import lines
 from vestige.cli.errors import INTERRUPTED, given, refuse_others
 from vestige.cli.terminal import meant, stderr
 
+if TYPE_CHECKING:
+    from vestige.finetuning.job import FineTuning
+    from vestige.run_records import RunResult, Statement
+    from vestige.training.job import Job
+    from vestige.training.run_folder import RunFolder
+
+J = TypeVar("J", "Job", "FineTuning")
 NOT_PRIVATE = "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody"
 
 
@@ -23,11 +30,11 @@ def continued(
     context: typer.Context,
     resume: Path,
     others: tuple[str, ...],
-    load: Callable[[Any], Any],
+    load: Callable[[RunFolder], J],
     elsewhere: Mapping[str, Any],
-) -> Any:
-    """The job of an interrupted run. Only these others may be given beside it, and where it goes on: on which device,
-    in what parts, and where the same data lie there."""
+) -> J:
+    """The job of an interrupted run. Only `others` may be combined with --resume, and `elsewhere`: the device, the
+    physical batch size and the paths of the same data."""
     from vestige.training.run_folder import RunFolder
 
     refuse_others(context, (*others, *elsewhere), "a run continues with the options it was started with")
@@ -38,7 +45,7 @@ def continued(
     return replace(job, **{name: value for name, value in elsewhere.items() if given(context, name)})
 
 
-def warn_of(job: Any) -> None:
+def warn_of(job: Job | FineTuning) -> None:
     """Print on standard error what of a job is not private, or has no epsilon."""
     if job.reproducible:
         stderr.print(NOT_PRIVATE, markup=False)
@@ -46,7 +53,7 @@ def warn_of(job: Any) -> None:
         stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
 
-def add_privacy(table: Table, stated: Any, assumptions: Sequence[Mapping[str, Any]]) -> None:
+def add_privacy(table: Table, stated: Statement, assumptions: Sequence[Mapping[str, object]]) -> None:
     """The rows on privacy of a summary, with every assumption."""
     if stated.epsilon is not None:
         table.add_row(
@@ -66,7 +73,7 @@ def add_privacy(table: Table, stated: Any, assumptions: Sequence[Mapping[str, An
         table.add_row(status, escape(words))
 
 
-def leave_if_interrupted(result: Any, command: str, path: Path) -> None:
+def leave_if_interrupted(result: RunResult, command: str, path: Path) -> None:
     if result.stopped == "interrupted":
         stderr.print(
             f"interrupted after step {result.steps}; continue with: vestige {command} --resume {path}", markup=False

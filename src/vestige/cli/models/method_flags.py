@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Union, get_args, get_origin
 
 import typer
 
@@ -36,7 +36,7 @@ def with_method_options(function: Callable[..., None]) -> Callable[..., None]:
             )
         )
 
-    def command(**arguments: Any) -> None:
+    def command(**arguments: object) -> None:
         function(**arguments)
 
     command.__doc__, command.__name__ = function.__doc__, function.__name__
@@ -62,7 +62,7 @@ def help_of(users: dict[str, inspect.Parameter], methods: int) -> str:
     return f"{words} [default: {usual}{exceptions}]"
 
 
-def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
+def _option_of(parameter: inspect.Parameter) -> tuple[object, str]:
     """The command line's type for a method's option (text where Python takes several types), and its help."""
     kind, words = parameter.annotation, ""
     if get_origin(kind) is Annotated:

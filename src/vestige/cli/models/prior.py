@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -11,6 +11,9 @@ from rich.table import Table
 from vestige.cli.errors import refuse_others
 from vestige.cli.models.flags import DeviceFlag
 from vestige.cli.terminal import LARGEST_SEED, Json, print_json, stdout, step_progress
+
+if TYPE_CHECKING:
+    from vestige.tasks.features.starting_weights import Prior
 
 
 def prior(
@@ -81,7 +84,7 @@ def prior(
     _show(out, made, as_json)
 
 
-def _show(path: Path, prior: Any, as_json: bool) -> None:
+def _show(path: Path, prior: Prior, as_json: bool) -> None:
     facts = {"file": str(path), "network": prior.network, "channels": prior.channels, "sha256": prior.content}
     if as_json:
         print_json({**facts, "statement": dict(prior.statement)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rich.table import Table
 
 from vestige.cli.errors import given, refuse_if_given, require_trust
+from vestige.cli.flag_objects import named_alike, with_flags
 from vestige.cli.models.flags import (
     BalanceFlag,
     BudgetFlag,
@@ -51,29 +53,30 @@ if TYPE_CHECKING:
     from vestige.units import Users
 
 
-@with_method_options
-def train(
-    context: typer.Context,
-    task: Annotated[
-        str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")
-    ] = "digits-mlp",
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags:
+    """The flags of `vestige train`."""
+
+    task: Annotated[str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")] = (
+        "digits-mlp"
+    )
     recipe: Annotated[
         str | None,
         typer.Option(help="Settings of `vestige recipes`: all but those that are given, at --epsilon."),
-    ] = None,
-    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "dp-sgd",
-    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
-    epsilon: EpsilonFlag = None,
-    delta: DeltaFlag = 1e-5,
-    noise_multiplier: NoiseMultiplierFlag = None,
+    ] = None
+    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "dp-sgd"
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None
+    epsilon: EpsilonFlag = None
+    delta: DeltaFlag = 1e-5
+    noise_multiplier: NoiseMultiplierFlag = None
     paper_sigma: Annotated[
         float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
-    ] = None,
+    ] = None
     batch_size: Annotated[
         int | None, typer.Option(help="Expected number of examples in a step, instead of --sample-rate.")
-    ] = None,
-    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
-    epochs: Annotated[int | None, typer.Option(help="Expected passes over the data, instead of --steps.")] = None,
+    ] = None
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05
+    epochs: Annotated[int | None, typer.Option(help="Expected passes over the data, instead of --steps.")] = None
     steps: Annotated[
         int | None,
         typer.Option(
@@ -82,44 +85,40 @@ def train(
             help="Number of steps; for a selective method, of trials, kept or not. "
             "[default: as many as --epsilon affords where the noise is given too, otherwise 200]",
         ),
-    ] = None,
-    lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto",
+    ] = None
+    lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto"
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
-    ] = None,
+    ] = None
     average: Annotated[
         str | None,
         typer.Option(help="Evaluate and keep an average of the parameters: ema, ema:0.9999, polyak or last."),
-    ] = None,
+    ] = None
     augment: Annotated[
         int | None, typer.Option(help="Average the gradients of this many views of each image before clipping.")
-    ] = None,
+    ] = None
     groups: Annotated[
         str | None,
         typer.Option(help="Clip by group: layers, or patterns of parameter names 'conv*;*'; flat: all as one."),
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="How groups split the clip: even, or relative bounds 1,1,2.")
-    ] = None,
-    share: Annotated[
-        str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
-    ] = None,
-    balance: BalanceFlag = None,
+    ] = None
+    split: Annotated[str | None, typer.Option(help="How groups split the clip: even, or relative bounds 1,1,2.")] = None
+    share: Annotated[str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")] = (
+        None
+    )
+    balance: BalanceFlag = None
     standardise: Annotated[
         bool, typer.Option("--standardise", help="Scale each image by its own mean and deviation: asks nothing.")
-    ] = False,
-    prior: Annotated[str | None, typer.Option(help="Start from these weights: a file of `vestige prior make`.")] = None,
+    ] = False
+    prior: Annotated[str | None, typer.Option(help="Start from these weights: a file of `vestige prior make`.")] = None
     features: Annotated[
         str | None,
         typer.Option(
             help="Tasks *-features: a frozen public encoder, as a file of `vestige prior make` or the folder of a "
             "Hugging Face vision model."
         ),
-    ] = None,
-    head_steps: Annotated[
-        int, typer.Option(help="So many steps for the last layer alone, before all are trained.")
-    ] = 0,
-    head_lr: Annotated[float | None, typer.Option(help="Learning rate of these steps (default: --lr).")] = None,
+    ] = None
+    head_steps: Annotated[int, typer.Option(help="So many steps for the last layer alone, before all are trained.")] = 0
+    head_lr: Annotated[float | None, typer.Option(help="Learning rate of these steps (default: --lr).")] = None
     columns: Annotated[
         str | None,
         typer.Option(
@@ -127,72 +126,73 @@ def train(
             "rows.",
             rich_help_panel="Tables",
         ),
-    ] = None,
-    label_column: Annotated[str | None, typer.Option(help="The column to predict.", rich_help_panel="Tables")] = None,
+    ] = None
+    label_column: Annotated[str | None, typer.Option(help="The column to predict.", rich_help_panel="Tables")] = None
     labels: Annotated[
         str | None, typer.Option(help="The labels that may occur, 'no,yes': public.", rich_help_panel="Tables")
-    ] = None,
+    ] = None
     test: Annotated[
         str | None,
         typer.Option(help="A table that needs no protection, to judge the model by.", rich_help_panel="Tables"),
-    ] = None,
-    user_column: UserColumnFlag = None,
-    sample: SampleFlag = "rows",
-    rows_per_user: RowsPerUserFlag = None,
-    cap: CapFlag = None,
-    physical_batch: PhysicalBatchFlag = None,
-    sampling: SamplingFlag = "poisson",
-    max_batch: MaxBatchFlag = None,
-    secure_mode: SecureModeFlag = True,
-    cuda_graphs: CudaGraphsFlag = True,
-    engine: EngineFlag = "bookkeeping",
+    ] = None
+    user_column: UserColumnFlag = None
+    sample: SampleFlag = "rows"
+    rows_per_user: RowsPerUserFlag = None
+    cap: CapFlag = None
+    physical_batch: PhysicalBatchFlag = None
+    sampling: SamplingFlag = "poisson"
+    max_batch: MaxBatchFlag = None
+    secure_mode: SecureModeFlag = True
+    cuda_graphs: CudaGraphsFlag = True
+    engine: EngineFlag = "bookkeeping"
     bfloat16: Annotated[
         bool, typer.Option("--bfloat16", help="Run the model under autocast; norms, sums and noise stay float32.")
-    ] = False,
-    seed: SeedFlag = 0,
-    reproducible: ReproducibleFlag = False,
-    evaluate_every: Annotated[
-        int | None, typer.Option(help="Steps between evaluations on the public test set.")
-    ] = None,
+    ] = False
+    seed: SeedFlag = 0
+    reproducible: ReproducibleFlag = False
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between evaluations on the public test set.")] = None
     evaluate: Annotated[
         str,
         typer.Option(
             help="On what: public (the test set), or private (the training examples: one noised count, charged)."
         ),
-    ] = "public",
-    evaluate_error: Annotated[float, typer.Option(help="Standard error of the private accuracy.")] = 0.01,
+    ] = "public"
+    evaluate_error: Annotated[float, typer.Option(help="Standard error of the private accuracy.")] = 0.01
     audit: Annotated[
         int | None,
         typer.Option(
             help="Plant so many made-up canaries, each by a coin, and say how large epsilon is at least. The more, the "
             "more they show; they take part in sums and change nobody's row."
         ),
-    ] = None,
-    budget: BudgetFlag = None,
-    derived_from: DerivedFlag = None,
-    slot: SlotFlag = None,
-    device: DeviceFlag = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
-    resume: ResumeFlag = None,
-    trust: Trust = False,
+    ] = None
+    budget: BudgetFlag = None
+    derived_from: DerivedFlag = None
+    slot: SlotFlag = None
+    device: DeviceFlag = None
+    out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None
+    resume: ResumeFlag = None
+    trust: Trust = False
     normalise: Annotated[
         str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
-    ] = "group",
-    moments_noise: Annotated[float, typer.Option(help="Noise multiplier of each private moment.")] = 8.0,
-    moments_bound: Annotated[float, typer.Option(help="Largest norm of one example's moments.")] = 2.5,
+    ] = "group"
+    moments_noise: Annotated[float, typer.Option(help="Noise multiplier of each private moment.")] = 8.0
+    moments_bound: Annotated[float, typer.Option(help="Largest norm of one example's moments.")] = 2.5
     log_to: Annotated[
         list[str] | None,
         typer.Option(help="Also log releases to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT; repeatable."),
-    ] = None,
+    ] = None
     nonprivate_logs: Annotated[
         bool, typer.Option("--nonprivate-logs", help="VOIDS THE GUARANTEE: log quantities without noise there too.")
-    ] = False,
+    ] = False
     nonprivate_transcript: Annotated[
         Path | None, typer.Option(help="VOIDS THE GUARANTEE: write raw clipped sums and noise to this FILE.npz.")
-    ] = None,
-    as_json: Json = False,
-    **method_options: Any,
-) -> None:
+    ] = None
+    as_json: Json = False
+
+
+@with_method_options
+@with_flags(TrainFlags)
+def train(context: typer.Context, flags: TrainFlags, **method_options: object) -> None:
     """Train a model privately.
 
     Examples:
@@ -214,85 +214,49 @@ def train(
     from vestige.training import loggers
     from vestige.training.job import Job, complete, load, start
 
-    if resume is not None:
-        there = {"data": data, "features": features, "device": device, "physical_batch": part_size(physical_batch)}
-        there |= {"budget": budget}
-        job = continued(context, resume, ("resume", "trust", "log_to", "as_json"), load, there)
-        require_trust(resume, [job.task], trust)
+    if flags.resume is not None:
+        there = {
+            "data": flags.data,
+            "features": flags.features,
+            "device": flags.device,
+            "physical_batch": part_size(flags.physical_batch),
+        }
+        there |= {"budget": flags.budget}
+        job = continued(context, flags.resume, ("resume", "trust", "log_to", "as_json"), load, there)
+        require_trust(flags.resume, [job.task], flags.trust)
     else:
         refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
-        _refuse_table(context, recipe, task)
+        _refuse_table(context, flags.recipe, flags.task)
         for one, other in (("batch_size", "sample_rate"), ("epochs", "steps")):
             if given(context, one) and given(context, other):
                 raise ValueError(f"{one} and {other}: give one of them")
-        settings = dict(
-            task=task,
-            method=method,
-            options={key: value for key, value in method_options.items() if value is not None},
-            data=data,
-            batch_size=batch_size,
-            sample_rate=sample_rate,
-            epochs=epochs,
-            steps=steps,
-            delta=delta,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            paper_sigma=paper_sigma,
-            lr=learning_rate(lr),
-            optimizer=optimizer,
-            average=average,
-            augment=augment,
-            groups=groups,
-            split=split,
-            share=share,
-            balance=balance,
-            standardise=standardise,
-            prior=prior,
-            features=features,
-            head_steps=head_steps,
-            head_lr=head_lr,
-            table=_table(columns, label_column, labels, test),
-            user_column=user_column,
-            sample=sample,
-            rows_per_user=most_rows(rows_per_user),
-            cap=most_rows(cap, "cap"),
-            sampling=sampling,
-            max_batch=max_batch,
-            noise=arithmetic(secure_mode),
-            engine=engine_of(engine, cuda_graphs),
-            bfloat16=bfloat16,
-            physical_batch=part_size(physical_batch),
-            seed=seed,
-            reproducible=reproducible,
-            device=device or default_device(),
-            evaluate_every=evaluate_every,
-            evaluate=evaluate,
-            evaluate_error=evaluate_error,
-            normalise=normalise,
-            moments_noise=moments_noise,
-            moments_bound=moments_bound,
-            audit=audit,
-            budget=budget,
-            derived_from=derived_from,
-            slot=slot,
-            nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
-            nonprivate_logs=nonprivate_logs,
-        )
-        job = Job(**(settings if recipe is None else _by_recipe(context, recipe, settings)))
-    if nonprivate_logs and not log_to:
+        settings = named_alike(flags, Job) | {
+            "options": {key: value for key, value in method_options.items() if value is not None},
+            "lr": learning_rate(flags.lr),
+            "table": _table(flags.columns, flags.label_column, flags.labels, flags.test),
+            "rows_per_user": most_rows(flags.rows_per_user),
+            "cap": most_rows(flags.cap, "cap"),
+            "noise": arithmetic(flags.secure_mode),
+            "engine": engine_of(flags.engine, flags.cuda_graphs),
+            "physical_batch": part_size(flags.physical_batch),
+            "device": flags.device or default_device(),
+            "nonprivate_transcript": str(flags.nonprivate_transcript) if flags.nonprivate_transcript else None,
+        }
+        job = Job(**(settings if flags.recipe is None else _by_recipe(context, flags.recipe, settings)))
+    if flags.nonprivate_logs and not flags.log_to:
         raise ValueError("--nonprivate-logs goes with --log-to: it voids the guarantee, and there is nowhere to log")
-    loggers.check(log_to or [])
+    loggers.check(flags.log_to or [])
     path = (
-        resume
-        or out
+        flags.resume
+        or flags.out
         or Path("runs") / f"{job.recipe or f'{Path(job.task).stem}-{job.method}'}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
-    loaded, training = start(job, path, resume=resume is not None)
+    loaded, training = start(job, path, resume=flags.resume is not None)
     _announce(job, training)
     with (
-        step_progress(not as_json) as bar,
+        step_progress(not flags.as_json) as bar,
         graceful_stop() as stopping,
-        loggers.opened(log_to or [], path.name) as logs,
+        loggers.opened(flags.log_to or [], path.name) as logs,
     ):
         show = bar(job.method, training.plan.steps)
 
@@ -307,14 +271,14 @@ def train(
         result = complete(job, loaded, training, on_record)
     if training.transcript is not None:
         _show_split(training.transcript)
-    if as_json:
+    if flags.as_json:
         print_json(result.to_json())
     else:
         _summarise(result)
     leave_if_interrupted(result, "train", path)
 
 
-def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> dict[str, object]:
     """A job's settings: the recipe's, but for what was given on the command line."""
     from vestige.methods.registry import SOLVERS
     from vestige.recipes import find
@@ -360,7 +324,7 @@ TABLE = ("columns", "label_column", "labels", "test")
 
 def _table(
     columns: str | None, label_column: str | None, labels: str | None, test: str | None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     given = {"columns": columns, "label_column": label_column, "labels": labels}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given) and test is None:

@@ -135,7 +135,7 @@ def _notes(audits: Sequence[Audit]) -> str:
     )
 
 
-def _rows(audits: Sequence[Audit], labels: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(audits: Sequence[Audit], labels: Sequence[str]) -> list[dict[str, object]]:
     return [
         {
             "audit": label,

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log10
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vestige.compare.report.html import text
 from vestige.compare.report.series_looks import KEY, Look, line, look_of, mark, outline, sample
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Point = tuple[float, float, float | None, float | None]
 """x, y, and the ends of the interval around y."""
@@ -284,7 +287,7 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
     pyplot.close(canvas)
 
 
-def _png_row(axes: Any, figure: Figure, index: int, look: Look) -> None:
+def _png_row(axes: Axes, figure: Figure, index: int, look: Look) -> None:
     series = figure.series[index]
     for _, value, low, high in series.points:
         ends = [[value - low], [high - value]] if low is not None and high is not None else None
@@ -292,7 +295,7 @@ def _png_row(axes: Any, figure: Figure, index: int, look: Look) -> None:
         axes.errorbar([value], [index], xerr=ends, fmt=look.shape, markersize=4, color=look.ink, markerfacecolor=inside)
 
 
-def _png_dots(axes: Any, figure: Figure, index: int, look: Look) -> None:
+def _png_dots(axes: Axes, figure: Figure, index: int, look: Look) -> None:
     points = figure.series[index].points
     shift = 0.7 * ((index + 0.5) / len(figure.series) - 0.5)
     spread = [
@@ -304,7 +307,7 @@ def _png_dots(axes: Any, figure: Figure, index: int, look: Look) -> None:
     axes.errorbar(xs, ys, yerr=spread, fmt=look.shape, markersize=4, capsize=2, color=look.ink, label=name)
 
 
-def _png_line(axes: Any, figure: Figure, index: int, look: Look) -> None:
+def _png_line(axes: Axes, figure: Figure, index: int, look: Look) -> None:
     series = figure.series[index]
     marked = _marked(index, len(series.points))
     axes.plot(

@@ -236,7 +236,7 @@ def _costs(content: Content) -> Iterable[Figure]:
 
 def _last_finals(content: Content) -> dict[tuple[str, str], Mapping[str, Any]]:
     """One final run per task and method, at the largest budget: the one whose diagnostics are shown."""
-    found: dict[tuple[str, str], Mapping[str, Any]] = {}
+    found: dict[tuple[str, str], Mapping[str, object]] = {}
     stages = {"auto": 0, "tuned": 1, "given": 2}
     finals = [r for r in content["records"] if r["status"] == "done" and r["run"]["stage"] in stages and r["pictures"]]
     for record in sorted(

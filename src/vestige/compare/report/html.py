@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 
 def text(value: object) -> str:
@@ -19,7 +18,7 @@ ALIGNED = ",".join(f".n{place} td:nth-child({place})" for place in range(1, 31))
 """Style of numeric columns: a table lists their positions, so that no cell needs a class."""
 
 
-def table(key: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def table(key: str, rows: Sequence[Mapping[str, object]]) -> str:
     """A table that sorts by a click on its head, filters by typing, and downloads as CSV.
 
     Optional end tags are left out: a large comparison has a hundred thousand cells.
@@ -42,7 +41,7 @@ def table(key: str, rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _td(value: Any, numeric: bool) -> str:
+def _td(value: object, numeric: bool) -> str:
     """A cell as displayed; `data-v` is its exact value, where that differs."""
     if value is None:
         return "<td data-v>-"

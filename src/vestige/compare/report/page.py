@@ -116,7 +116,7 @@ def _findings(content: Content) -> str:
     return f"<ul class='findings'>{''.join(lines)}</ul>{note}"
 
 
-def _tested(row: Mapping[str, Any]) -> bool:
+def _tested(row: Mapping[str, object]) -> bool:
     return str(row["sentence"]).startswith(("better", "worse", "not distinguishable"))
 
 
@@ -238,7 +238,7 @@ def _tuning(content: Content) -> str:
     return f"{words}<ul>{lines}</ul>" + table("choices", choices)
 
 
-def _rate(row: Mapping[str, Any]) -> str:
+def _rate(row: Mapping[str, object]) -> str:
     return f"{row['lr']:g}" if row["lr"] is not None else f"{row['factor']:.3g} x auto"
 
 
@@ -274,7 +274,7 @@ def _cost_words(content: Content) -> str:
     )
 
 
-def _row_table(content: Content) -> list[dict[str, Any]]:
+def _row_table(content: Content) -> list[dict[str, object]]:
     return [
         {
             "task": row["task"],
@@ -301,7 +301,7 @@ def _row_table(content: Content) -> list[dict[str, Any]]:
     ]
 
 
-def _run_table(content: Content) -> list[dict[str, Any]]:
+def _run_table(content: Content) -> list[dict[str, object]]:
     made = []
     for record in content["records"]:
         run = record["run"]

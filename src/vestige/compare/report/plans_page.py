@@ -79,7 +79,7 @@ def figures(plan: Plan) -> list[Figure]:
     ]
 
 
-def _series(lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str) -> tuple[Series, ...]:
+def _series(lines: Mapping[str, Sequence[Mapping[str, object]]], key: str) -> tuple[Series, ...]:
     return tuple(Series(name, tuple(_points(found, key))) for name, found in lines.items())
 
 
@@ -87,7 +87,7 @@ def _points(found: Iterable[Mapping[str, Any]], key: str) -> Iterable[tuple[floa
     return ((float(each["batch"]), float(each[key]), None, None) for each in found)
 
 
-def _row(each: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+def _row(each: Mapping[str, Any], choice: Mapping[str, object]) -> dict[str, object]:
     return {
         "batch": each["batch"],
         "sample rate": each["sample_rate"],

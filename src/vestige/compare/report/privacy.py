@@ -72,7 +72,7 @@ def privacy(content: Content) -> str:
     return "".join(parts) + "</ul>"
 
 
-def _assumptions(content: Content) -> list[dict[str, Any]]:
+def _assumptions(content: Content) -> list[dict[str, object]]:
     """What holds for all runs of the page: the weakest that any of them says."""
     return [
         {
@@ -98,7 +98,7 @@ def _sampler(kind: str) -> str:
     return f"{text(kind)}: {SAMPLERS.get(kind, 'no theorem here covers it.')}"
 
 
-def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
     """One row per method and budget, and more where runs of one method were charged differently."""
     kinds: dict[tuple[str, str, float, str], dict[str, Any]] = {}
     for record in done:
@@ -119,7 +119,7 @@ def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [kinds[key] for key in sorted(kinds)]
 
 
-def _means(record: Mapping[str, Any]) -> dict[str, Any]:
+def _means(record: Mapping[str, object]) -> dict[str, object]:
     """What a record's epsilon means; a record of an earlier version, or without an epsilon, does not say it."""
     return {
         "attacker is right, at most": record.get("attacker_accuracy"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ class StackedRun:
     """Makes this run's noise and sampling those of `train(..., reproducible=seed)`: such a run is not private."""
 
 
-def alike(values: Sequence[Any]) -> list[slice]:
+def alike(values: Sequence[object]) -> list[slice]:
     """Slices of consecutive equal values."""
     starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(values)], strict=True)]

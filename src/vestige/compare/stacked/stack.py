@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,11 +84,11 @@ def footprint(model: nn.Module, method: Method, rate: float, population: int, st
 # --- the stack -------------------------------------------------------------------------------------------------------
 
 
-def _asks(run: StackedRun) -> Any:
+def _asks(run: StackedRun) -> object:
     return run.method.probe, run.method.noise
 
 
-def _moves(run: StackedRun) -> Any:
+def _moves(run: StackedRun) -> object:
     return run.method.memory, run.method.rule, run.method.average, run.method.grouping
 
 

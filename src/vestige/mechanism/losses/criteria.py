@@ -75,7 +75,7 @@ def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
     return _taken_apart(loss, outputs, (targets,))
 
 
-def _taken_apart(loss: BatchLoss, outputs: Any, targets: tuple[Tensor, ...]) -> Tensor:
+def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) -> Tensor:
     """The loss of every batch of one example."""
     leaves, shape = tree_flatten(outputs)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -102,19 +102,19 @@ def _taken_apart(loss: BatchLoss, outputs: Any, targets: tuple[Tensor, ...]) -> 
 def batch_mean(loss: BatchLoss) -> BatchLoss:
     """The mean of the examples' own losses over the rows of a batch."""
 
-    def mean(outputs: Any, targets: Tensor) -> Tensor:
+    def mean(outputs: object, targets: Tensor) -> Tensor:
         return example_losses(loss, outputs, targets).mean()
 
     return mean
 
 
-def of_torch(loss: Any) -> bool:
+def of_torch(loss: object) -> bool:
     """Whether a loss is one of torch's own, which sees what it is given and nothing else."""
     loss = loss.func if isinstance(loss, partial) else loss
     return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in ("torch.nn.modules.loss", F.__name__)
 
 
-def check_targets(loss: Any, count: int) -> None:
+def check_targets(loss: object, count: int) -> None:
     """Refuse several targets for a loss of torch's, whose further arguments are something else."""
     if count > 1 and of_torch(loss):
         raise ValueError(
@@ -123,12 +123,12 @@ def check_targets(loss: Any, count: int) -> None:
         )
 
 
-def counts_targets(loss: Any) -> bool:
+def counts_targets(loss: object) -> bool:
     """Whether a loss of several targets is a mean over those that count, however many there are."""
     return _known(loss) is not None
 
 
-def check_shifted(model: nn.Module, loss: Any) -> None:
+def check_shifted(model: nn.Module, loss: object) -> None:
     """Refuse to score a Hugging Face model of the next token by a loss that would compare each token with itself."""
     name = type(model).__name__
     if name.endswith(NEXT_TOKEN) and of_torch(loss):
@@ -139,7 +139,7 @@ def check_shifted(model: nn.Module, loss: Any) -> None:
         )
 
 
-def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
+def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, object]] | None:
     """One of torch's classification losses, and its options; None for any other."""
     if type(loss) in MODULES:
         return MODULES[type(loss)], {name: getattr(loss, name) for name in FIELDS if hasattr(loss, name)}
@@ -159,7 +159,7 @@ def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs:
     return each if weight is None else each / weight.mean()
 
 
-def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: object) -> Tensor:
     """Every target's own loss. A target that is no class is refused without being named: it is private."""
     try:
         return function(outputs, targets, **options, reduction="none")

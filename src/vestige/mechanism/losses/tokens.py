@@ -1,8 +1,8 @@
-"""How is the loss of many tokens taken without their probabilities? On a GPU the scores are read, never written again.
+"""How is the cross entropy of many tokens computed without storing their probabilities? By fused kernels on a GPU.
 
-torch's cross entropy keeps the logarithm of every probability, and makes two more tensors of that size on the way back.
-Of a language model these are most of a step's memory. Here a token keeps two numbers, its largest score and the
-logarithm of the others' total beside it, and what comes back is written once.
+torch's cross entropy saves the log-probabilities and allocates two more tensors of that size in the backward pass; for
+a language model these are most of a step's memory. Here two numbers are saved per token, its largest logit and the
+log-sum-exp relative to it, and the gradient is written once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, signal: Tensor) -> Any:
+    def backward(ctx: Any, signal: Tensor) -> object:
         from vestige.mechanism.losses import triton_tokens
 
         scores, targets, most, rest = ctx.saved_tensors

@@ -18,7 +18,7 @@ from vestige.units import Users
 class LoaderOfUsers:
     """A loader of rows whose users are named; None in the place of users: each row is a user of its own."""
 
-    loader: DataLoader[Any]
+    loader: DataLoader[object]
     users: Users | None = None
     owned: Ownership | None = None
     owners: np.ndarray | None = None
@@ -68,8 +68,8 @@ class LoaderOfUsers:
 
 
 def of_users(
-    loader: DataLoader[Any],
-    ids: Any,
+    loader: DataLoader[object],
+    ids: object,
     sample: str,
     rows_per_user: Most,
     cap: int | ChosenBound | None,
@@ -97,7 +97,7 @@ def of_users(
     return LoaderOfUsers(loader if len(kept) == len(dataset) else _of_rows(loader, kept, users), users, owned, owners)
 
 
-def _of_rows(loader: DataLoader[Any], kept: np.ndarray, users: Users) -> DataLoader[Any]:
+def _of_rows(loader: DataLoader[object], kept: np.ndarray, users: Users) -> DataLoader[object]:
     """The same loader over some of its rows."""
     if hasattr(loader, "base_dataloader"):
         raise ValueError(

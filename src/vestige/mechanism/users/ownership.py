@@ -62,8 +62,8 @@ class Ownership:
     def bounded(self, most: int, randomness: Randomness) -> Rows:
         """Rows of which no user has more than `most`, in their order.
 
-        With one owner each, those that stay are drawn uniformly from each user's own. With several, rows are gone
-        through by the number of their owners, then by their place: one stays if all of its owners have room for it
+        With one owner each, those that stay are drawn uniformly from each user's own. With several, rows are
+        visited by the number of their owners, then by index: one is kept if none of its owners has `most` rows yet
         (2503.03622, algorithm 2). Either way only the ownership decides, which is public.
         """
         if self.counts.max(initial=0) <= most:
@@ -89,8 +89,8 @@ def _greedy(owned: Ownership, most: int) -> Rows:
 class RowsOfEach:
     """Which rows of a user take part in a question: all of them, or `cap`, drawn uniformly for each question.
 
-    A part of a sample is a set of users, never of rows, so that nobody's rows are clipped apart. Users with equally
-    many rows are put together: no row is padded or computed in vain.
+    A part of a sample is a set of users, never of rows, so that all rows of a user are clipped together. Users with
+    equally many rows are batched together, which needs no padding.
     """
 
     def __init__(self, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
@@ -195,7 +195,7 @@ def _missing(values: npt.NDArray[Any]) -> Rows:
     return np.zeros(0, dtype=np.int64)
 
 
-def _absent(value: Any) -> bool:
+def _absent(value: object) -> bool:
     if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
         return True
     return not value.strip() if isinstance(value, str | bytes) else bool(value != value)
@@ -207,7 +207,7 @@ def _name(value: Any) -> str:
     return str(int(value)) if whole else str(value)
 
 
-def _several(ids: Sequence[Any], population: int) -> Ownership:
+def _several(ids: Sequence[object], population: int) -> Ownership:
     rows, owners = [], []
     for row, each in enumerate(ids):
         if isinstance(each, str) or not hasattr(each, "__iter__"):
@@ -235,8 +235,8 @@ Most = int | str | ChosenBound | None
 
 
 def bound_of(asked: int | str | None, owned: Ownership) -> int:
-    """The most rows of one user in a run: a number, if anybody has as many, "median" of the public counts, or the
-    largest of them (None)."""
+    """The most rows of one user in a run: a number (at most the largest count), "median" of the public counts, or the
+    largest count (None)."""
     if asked is None:
         return int(owned.counts.max(initial=1))
     if asked == "median":
@@ -244,7 +244,7 @@ def bound_of(asked: int | str | None, owned: Ownership) -> int:
     if isinstance(asked, str):
         raise ValueError(f"rows_per_user={asked!r} must be a whole number, or 'median'")
     check_steps(asked, "rows_per_user")
-    return min(asked, int(owned.counts.max(initial=1)))  # nobody has more rows than that, which is public
+    return min(asked, int(owned.counts.max(initial=1)))  # the largest count is public
 
 
 def facts_of_users(
@@ -277,7 +277,7 @@ def facts_of_users(
     return found
 
 
-def with_users(data: Any, users: Any) -> tuple[Any, Ids]:
+def with_users(data: Any, users: object) -> tuple[object, Ids]:
     """The data without the column that names users, and the ids; `users` may be the ids themselves."""
     if not isinstance(users, str):
         return data, users
@@ -301,5 +301,5 @@ def _require_column(name: str, columns: list[str]) -> None:
         raise ValueError(f"users={name!r} is no column of the data, which has {', '.join(map(str, columns))}")
 
 
-def _plain(column: Any) -> Any:
+def _plain(column: object) -> object:
     return column.cpu().numpy() if isinstance(column, Tensor) else column

@@ -36,7 +36,7 @@ SMALL = 1 << 20
 class Moves:
     """Steps of an optimizer, under the constants of balanced steps where there are some (`balanced`)."""
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[], Any] | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[], object] | None = None) -> None:
         """`step` is the optimizer's own where another has taken its place."""
         self._optimizer, self._own = optimizer, step
         self._sorted: dict[int, Sorted] = {}
@@ -52,7 +52,7 @@ class Moves:
             for group, members in groups:
                 move(group, members)
 
-    def _directly(self, scales: Scales | None) -> list[tuple[dict[str, Any], Sorted]] | None:
+    def _directly(self, scales: Scales | None) -> list[tuple[dict[str, object], Sorted]] | None:
         """The groups of parameters; None if the step is the optimizer's."""
         optimizer, kind = self._optimizer, type(self._optimizer)
         options = WITHOUT.get(kind)
@@ -194,7 +194,7 @@ def _balanced(optimizer: Optimizer, scales: Scales) -> Iterator[None]:
         optimizer.param_groups = kept
 
 
-def _parts(group: dict[str, Any], scales: Scales, in_order: bool) -> Iterator[dict[str, Any]]:
+def _parts(group: dict[str, Any], scales: Scales, in_order: bool) -> Iterator[dict[str, object]]:
     """A group divided by the constants of its parameters."""
 
     def scale_of(parameter: Tensor) -> float:

@@ -212,8 +212,8 @@ class Spectral:
         return _by_group(found.result(), owners, 1 + max(state["groups"]), lead)
 
     def _due_divided(self, state: MemoryState, parameters: Parameters, every: int, divided: Divided) -> Tensor | None:
-        """The same where processes have parts of the parameters: each weight is put together in turn, and its exponent
-        found by one process. None of it goes on beside the training."""
+        """The same for sharded parameters: each weight is gathered in turn, and one process computes its exponent;
+        training waits."""
         count, groups = state["count"], state["groups"]
         find = partial(_exponents_divided, groups=groups, convention=self.convention, divided=divided)
         if not self.lag or not count:

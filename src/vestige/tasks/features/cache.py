@@ -9,7 +9,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ def _check_own(folder: Path) -> None:
         raise ValueError(f"VESTIGE_CACHE={str(folder)!r} can be written by anybody: chmod 700, or take another folder")
 
 
-def _read(path: Path, rows: int) -> Any:
+def _read(path: Path, rows: int) -> object:
     """What was kept; None if there is nothing, or a file that was damaged."""
     try:
         found = np.load(path, mmap_mode="c", allow_pickle=False)

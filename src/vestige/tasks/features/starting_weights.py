@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ class Prior:
     """As `models.NETWORKS` names it."""
     channels: int
     weights: Mapping[str, Tensor]
-    statement: Mapping[str, Any]
+    statement: Mapping[str, object]
     """What the weights were made of, in plain values: the generator, how many of its images, the seed."""
 
     def save(self, path: Path) -> None:
@@ -64,8 +63,8 @@ def body(model: nn.Module) -> dict[str, Tensor]:
 def start_from(model: nn.Module, prior: Prior) -> None:
     """Put a prior's weights into a model; its head stays as it is.
 
-    Formal guarantees: the weights are a function of the prior's file alone, which must be made of public data, or of
-    nobody's; then nothing is asked of the private data.
+    Formal guarantees: the weights are a function of the prior's file alone, which must be made of public or
+    procedural data; then nothing is asked of the private data.
     """
     own = body(model)
     for name in sorted(own.keys() ^ prior.weights.keys()):
