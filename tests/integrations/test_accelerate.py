@@ -1,5 +1,6 @@
 """Does a loop under Accelerate take the same private steps, whether `prepare` came before `make_private` or after?"""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,8 +26,8 @@ def forget():
     accelerate.state.GradientState._reset_state()
 
 
-def prepared(accelerator, order, *, engine=None, multiplier=1e-9, optimizer=None, **options):
-    model, data = make_toy()
+def prepared(accelerator, order, *, engine=None, multiplier=1e-9, optimizer=None, data=None, **options):
+    model, data = make_toy()[0], make_toy()[1] if data is None else data
     parts = (
         model,
         optimizer or torch.optim.SGD(model.parameters(), lr=LR),
@@ -213,3 +214,26 @@ def test_a_schedule(tmp_path):
     assert scheduler.get_last_lr() == [LR / 2**5]
     accelerator.save_state(str(tmp_path / "state"))
     assert (tmp_path / "state").is_dir()
+
+
+@pytest.mark.parametrize("order", [PREPARED_FIRST, PRIVATE_FIRST])
+def test_blanking_a_user_moves_a_step_by_the_bound(order):
+    """A user's rows are one clipped vector, in parts of few rows too, whichever came first."""
+    (inputs, targets), owners, states, user = make_toy()[1], np.repeat(np.arange(20), 3), [], None
+    for blank in (False, True):
+        large = 30 * inputs  # every gradient is clipped
+        if blank:
+            large[torch.from_numpy(owners == user)] = torch.nan  # these have none
+        forget()
+        accelerator = accelerate.Accelerator(cpu=True)
+        options = {"users": owners, "sample": "users", "max_physical_batch_size": 4}
+        engine, model, optimizer, loader = prepared(accelerator, order, data=(large, targets), **options)
+        for x, y in loader:
+            optimizer.zero_grad()
+            accelerator.backward(LOSS(model(x), y))
+            optimizer.step()
+            user = owners[int((large == x[0]).all(dim=1).nonzero())] if user is None else user  # who was drawn
+            if engine.asked:
+                break
+        states.append(flat(model).double())
+    assert float((states[0] - states[1]).norm()) / LR * (BATCH / 60 * 20) == pytest.approx(BOUND, rel=1e-3)

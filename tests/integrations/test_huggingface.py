@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from assumption_lists import in_card, in_ledger, listed
@@ -18,6 +19,7 @@ from loops import flat
 from vestige import BudgetSpent, PrivacyEngine, model_card
 from vestige.accounting.ledger import LedgerError, read
 from vestige.priced_questions import SampledGaussian
+from vestige.randomness.keys import Randomness
 from vestige.training.verify import verify
 
 transformers = pytest.importorskip("transformers")
@@ -641,6 +643,37 @@ def test_a_step_on_users_is_the_clipped_sum_of_their_mean_gradients(accumulation
     np.testing.assert_allclose((before - flat(model)).double().numpy() / LR, expected, rtol=2e-3, atol=1e-5)
     said = trainer.guarantee()
     assert (said.unit, set(trainer.privacy_engine.spent)) == ("user", {SampledGaussian(BATCH / ROWS, 1e-9)})
+
+
+class Rows(nn.Module):
+    """A model that computes its loss itself, of rows of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(5, 3)
+
+    def forward(self, x, labels):
+        logits = self.inner(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_blanking_an_author_moves_a_step_by_the_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(Randomness, "secret", classmethod(lambda cls: cls.reproducible(3)))  # the same sample twice
+    owners, found, drawn = [place // 3 for place in range(ROWS)], [], []
+    x = 30 * torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))  # every gradient is clipped
+    for blank in (None, 5):
+        rows = [x[place] * (torch.nan if owner == blank else 1.0) for place, owner in enumerate(owners)]
+        data = [{"x": x, "labels": torch.tensor(k % 3), "author": owners[k]} for k, x in enumerate(rows)]
+        model, watching = Rows(), Watching(COLUMNS)
+        privacy = asked(noise_multiplier=1e-9, user_column="author", sample="users")
+        options = NOISELESS | {"per_device_train_batch_size": 5 * BATCH}
+        trainer_of(tmp_path / str(blank), model, data, privacy, collate=watching, **options).train()
+        found.append(flat(model).double())
+        drawn.append(sum(int(batch["x"].isnan().any(dim=1).sum()) for batch in watching.batches))
+    assert drawn == [0, 3], "the author was drawn"
+    expected = 5 * BATCH / ROWS * len(set(owners))
+    assert float((found[0] - found[1]).norm()) / LR * expected == pytest.approx(BOUND, rel=1e-3)
 
 
 def test_a_trainer_is_charged_to_the_book_of_its_data(tmp_path):

@@ -363,3 +363,17 @@ def test_the_older_name():
     trainer.fit(Older(), loader())
     assert callback.engine.asked == 10
     assert "loss" not in trainer.callback_metrics
+
+
+def test_blanking_a_user_moves_a_step_by_the_bound():
+    """A user's rows are one clipped vector of the callback's step."""
+    inputs, targets = make_toy()[1]
+    owners, states = np.repeat(np.arange(20), 3), []
+    for user in (None, 4):
+        large = 30 * inputs  # every gradient is clipped
+        large[torch.from_numpy(owners == user)] = torch.nan  # these have none
+        model, data = Toy(), DataLoader(TensorDataset(large, targets), batch_size=50)
+        fitted(model, noiseless(users=owners, sample="users"), data=data, max_steps=1)
+        states.append(flat(model).double())
+    assert int(model.steps[0][1].isnan().any(dim=1).sum()) == 3, "the user was drawn"
+    assert float((states[0] - states[1]).norm()) / LR * (50 / 60 * 20) == pytest.approx(BOUND, rel=1e-3)

@@ -74,6 +74,24 @@ def test_two_processes_keep_users_whole(two, options):
         assert (each["asked"], each["epsilon"]) == (wanted["asked"], wanted["epsilon"])
 
 
+@pytest.mark.parametrize("blank", ["without one of four rows", "without one of one row"])
+@pytest.mark.nightly("without one of one row")
+def test_blanking_a_user_moves_the_sum_of_two_processes_by_the_bound(two, blank):
+    """Whichever process has the user's rows, they are one clipped vector of the sum."""
+    asked = {
+        "users": USERS,
+        "sample": "users",
+        "sample_rate": 0.95,
+        "steps": 1,
+        "lr": 1.0,
+        "max_physical_batch_size": 6,
+    }
+    expected = 0.95 * len(set(USERS))
+    found = [two(process_gang.train, arrange=each, **asked)[0] for each in ("large", blank)]
+    moved = (found[0]["path"][-1] - found[1]["path"][-1]).double().norm() * expected
+    assert float(moved) == pytest.approx(1.0, abs=1e-3)
+
+
 def test_users_are_not_for_sharded_models(two):
     found = two(process_gang.train, users=USERS, sample="users", kind="sharded")
     assert all("users: not for a sharded model" in each.message for each in found)
