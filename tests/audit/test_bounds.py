@@ -210,7 +210,7 @@ def test_a_promise_that_differs_by_direction_is_kept_in_both(swapped):
     curve = tradeoff({SampledGaussian(rate, noise): steps}, 1e-5)
 
     def scores(present):
-        joined = random.random((200, 2000, steps)) < (rate if present else 0.0)
+        joined = random.random((100, 2000, steps)) < (rate if present else 0.0)
         x = joined + noise * random.standard_normal(joined.shape)
         return np.log(1 - rate + rate * np.exp((2 * x - 1) / (2 * noise**2))).sum(-1)
 
