@@ -344,7 +344,7 @@ def loop(
     kind: str = "plain",
     seed: int = 1,
     physical: int | None = 4,
-    epochs: int = 2,
+    epochs: int = 1,
     arrange: str | None = None,
     **given: Any,
 ) -> Any:

@@ -23,7 +23,10 @@ OTHERS = {
     "private evaluation": {"evaluate": "private"},
     "balanced": {"method": process_gang.balanced},
 }
-QUICK = ("by layers", "in parts", "hardly anybody")
+EVERYDAY = {
+    "replicated": ("importance", "in parts", "allocation", "truncated", "hardly anybody", "private evaluation"),
+    "sharded": ("by layers", "in parts"),
+}
 TOLERANCE = 2e-6
 WHOLE = ("dp-muon", "dp-micro-adam", "geoclip", "dp-sat", "dp-sam", "dp-is", "kalman-memory")
 """Methods with a part that needs whole tensors."""
@@ -122,7 +125,7 @@ def test_four_processes_make_the_run_of_one_by_every_method(four, method, kind):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=[pytest.mark.slow] if kind == "sharded" and name not in QUICK else [])
+        pytest.param(name, kind, marks=[] if name in EVERYDAY[kind] else [pytest.mark.slow])
         for name, each in OTHERS.items()
         for kind in each.get("kinds", ("replicated", "sharded"))
     ],

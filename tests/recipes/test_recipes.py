@@ -85,7 +85,7 @@ def test_a_table_of_ones_own_is_learned():
     inputs, labels = learnable(2000, 3)
     spread = inputs * torch.tensor([100.0, 7.0, 1.0])
     bounds = [(0, 100), (0, 7), (0, 1)]
-    given = {"epsilon": 8, "delta": 1e-5, "steps": 120}
+    given = {"epsilon": 8, "delta": 1e-5, "steps": 60}
     training = vestige.recipe("tabular", data=(spread, labels), classes=2, bounds=bounds, **given)
     list(training)
     assert training.guarantee().epsilon <= 8
@@ -95,7 +95,7 @@ def test_a_table_of_ones_own_is_learned():
 
 def test_features_and_texts_of_ones_own_are_learned():
     inputs, labels = learnable(1500, 8)
-    training = vestige.recipe("features-linear", data=(inputs, labels), classes=2, epsilon=8, delta=1e-5)
+    training = vestige.recipe("features-linear", data=(inputs, labels), classes=2, epsilon=8, delta=1e-5, steps=60)
     list(training)
     assert vestige.accuracy(training.model, (inputs, labels)) > 0.85
     texts = ["a good film, truly" if label else "an awful film, truly" for label in labels]
@@ -241,7 +241,7 @@ def test_a_table_is_trained_from_the_terminal_and_its_run_verifies(tmp_path):
     train, public = people(tmp_path, "train.csv", 1200, 0), people(tmp_path, "test.csv", 200, 1)
     table = ("--columns", "age=0..100;work=office|field", "--label-column", "rich", "--labels", "no,yes")
     flags = ("train", "--recipe", "tabular", "--data", str(train), "--epsilon", "8", "--delta", "1e-4", *table)
-    flags += ("--steps", "120")
+    flags += ("--steps", "60")
     code, _, error = command(*flags, "--test", train, "--out", tmp_path / "run")
     assert (code, "is the training data" in error) == (2, True)
     result = as_json(*flags, "--test", public, "--out", tmp_path / "run")
