@@ -226,6 +226,39 @@ def test_texts_of_a_model_of_ones_own_are_padded_where_that_changes_nothing(mask
     assert (lengths == sorted(lengths)) == masks  # never longer than what was met; each other length by itself
 
 
+def other_axes(use, captured):
+    """A loop whose first steps give the model rows, and later ones what `use` makes of them."""
+    torch.manual_seed(1)
+    model, rows = nn.Linear(5, 3), torch.randn(60, 3, 5)
+    engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), noise_multiplier=1e-6, max_grad_norm=0.01,
+        data_loader=DataLoader(TensorDataset(rows), batch_size=4),
+    )  # fmt: skip
+    with captured_on_cpu() if captured else nullcontext() as graphs:
+        for step, (x,) in enumerate(loader):
+            optimizer.zero_grad()
+            given = use(x) if step > 3 else x
+            outputs = model(given)
+            assert outputs.shape[:2] == given.shape[:2]
+            outputs.square().sum().div(len(x)).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), graphs
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda x: x.transpose(0, 1), lambda x: x.repeat_interleave(2, 0), lambda x: torch.cat([x, x])],
+    ids=["time first", "copies side by side", "copies one after another"],
+)
+def test_what_has_no_row_for_each_example_first_is_not_captured(use):
+    """Steps of time, or copies of an example, would be clipped as if they were examples."""
+    plain, _ = other_axes(use, captured=False)
+    replayed, graphs = other_axes(use, captured=True)
+    assert graphs.replays == 3 * 4
+    assert torch.allclose(plain, replayed, atol=1e-7)
+
+
 def test_a_graph_is_worth_capturing_when_doing_without_has_cost_as_much():
     costs = cuda_graphs.CaptureCosts()
     assert not costs.worth("small", 1.0, 0.5)  # nobody knows yet what a graph costs

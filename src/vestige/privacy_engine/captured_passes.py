@@ -230,6 +230,8 @@ class CapturedPasses:
         tensors = {place: leaf for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
         if any(leaf.device != device for leaf in tensors.values()):
             return None  # what lies on the host is read there when a pass is captured, and not again
+        if not all(self._rows_first(leaf, label.count) for leaf in tensors.values()):
+            return None
         names = {name: place for place, name in call.names_in(forward).items() if place in tensors}
         asked = Asked(forward, call, label, names)
         kinds = self._kinds(asked, ())
@@ -243,6 +245,13 @@ class CapturedPasses:
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
             return None
+
+    def _rows_first(self, leaf: Tensor, rows: int) -> bool:
+        """Whether an argument has either nothing of the examples, or each of them once, in order, along its first axis:
+        a graph's buffers are filled and padded along that. Steps of time, or copies of an example, that lay there would
+        be clipped as if they were examples."""
+        own = self.tracking.label(leaf)
+        return not isinstance(own, Rows) or ((own.axis, own.inner, own.first) == (0, 1, 0) and len(leaf) == rows)
 
     def _begin(self, asked: Asked, modules: Sequence[nn.Module], size: int) -> Replay | None:
         self._room = self._room or GraphMemoryPool()
@@ -525,7 +534,7 @@ class CapturedForm:
                 kept.append(leaf if isinstance(leaf, PLAIN) else NotReturned())
                 continue
             label = now.tracker.labels.get(leaf)
-            first = isinstance(label, Rows) and (label.axis, label.inner, label.first) == (0, 1, 0)
+            first = isinstance(label, Rows) and label[:2] == (0, 1) and label.first == 0 and len(leaf) == now.examples
             if isinstance(leaf, TrackedParameter) or not first or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)
