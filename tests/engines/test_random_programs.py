@@ -122,7 +122,7 @@ def program(seed: int, given: list[Tensor]) -> list[Tensor]:
             else:
                 write(draw, x, y)
                 continue
-        except (RuntimeError, IndexError, ValueError):
+        except (RuntimeError, IndexError, ValueError, TypeError):
             continue
         if found.numel() < LARGEST and found.dim() < 6:
             pool.append(found)
@@ -185,7 +185,7 @@ def wrong(seed: int) -> Iterator[str]:
                 yield f"program {seed}: example {example} moves tensor {place}, which is {label or 'public'}"
 
 
-@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 12000), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(150, 6000), marks=pytest.mark.slow)], ids=len)
 def test_what_an_example_moves_is_labelled_so(seeds):
     assert not [problem for seed in seeds for problem in wrong(seed)]
 

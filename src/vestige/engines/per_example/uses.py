@@ -406,7 +406,12 @@ def _settle(
         for place, tensor in (*zip(tensors, others, strict=True), *zip(operands, values, strict=True)):
             filled[place] = tensor
         args, kwargs = tree_unflatten(filled, spec)
-        found = tree_flatten(function(*args, **kwargs))[0]
+        try:
+            found = tree_flatten(function(*args, **kwargs))[0]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:
+            raise TypeError(f"does not take one example by itself: {str(problem).splitlines()[0]}") from None
         return tuple(found[place] for place in outputs)
 
     def pulled(others: Sequence[Tensor], signals: Sequence[Tensor]) -> tuple[Tensor, ...]:
