@@ -158,38 +158,7 @@ def audit(context: typer.Context, flags: AuditFlags) -> None:
     if flags.membership is not None:
         why = "--membership trains no canary; it has --shadows and --targets"
         refuse_if_given(context, ("canary", "sees", "runs", "minutes"), why)
-        from vestige.audit.inference import ATTACKS, infer_membership
-
-        with step_progress(not flags.as_json) as bar, graceful_stop() as stopping:
-            show_models = bar(flags.method, flags.shadows + flags.targets)
-
-            def on_models(done: int) -> bool:
-                show_models(done, "shadow models" if done < flags.shadows else "targets", None, None)
-                return not stopping()
-
-            _print_membership(
-                infer_membership(
-                    flags.method,
-                    task=flags.task or "digits-mlp",
-                    attacks=tuple(ATTACKS) if flags.membership == "all" else flags.membership.split(","),
-                    shadows=flags.shadows,
-                    targets=flags.targets,
-                    examples=1000 if flags.examples is None else flags.examples,
-                    epsilon=flags.epsilon,
-                    noise_multiplier=flags.noise_multiplier,
-                    delta=flags.delta,
-                    sample_rate=flags.sample_rate,
-                    steps=flags.steps,
-                    lr=learning_rate(flags.lr),
-                    confidence=flags.confidence,
-                    device=where,
-                    seed=flags.seed,
-                    data=flags.data,
-                    budget=flags.budget,
-                    on_models=on_models,
-                ),
-                flags.as_json,
-            )
+        _audit_membership(flags, flags.membership, where)
         return
     refuse_if_given(context, ("shadows", "targets"), "they are of --membership")
     from vestige.audit.in_and_out import audit as attack
@@ -231,6 +200,42 @@ def audit(context: typer.Context, flags: AuditFlags) -> None:
         _print(found)
     if found.contradicts:
         sys.exit(1)
+
+
+def _audit_membership(flags: AuditFlags, attacks: str, device: str) -> None:
+    from vestige.audit.inference import ATTACKS, infer_membership
+    from vestige.cli.models.flags import learning_rate
+
+    with step_progress(not flags.as_json) as bar, graceful_stop() as stopping:
+        show_models = bar(flags.method, flags.shadows + flags.targets)
+
+        def on_models(done: int) -> bool:
+            show_models(done, "shadow models" if done < flags.shadows else "targets", None, None)
+            return not stopping()
+
+        _print_membership(
+            infer_membership(
+                flags.method,
+                task=flags.task or "digits-mlp",
+                attacks=tuple(ATTACKS) if attacks == "all" else attacks.split(","),
+                shadows=flags.shadows,
+                targets=flags.targets,
+                examples=1000 if flags.examples is None else flags.examples,
+                epsilon=flags.epsilon,
+                noise_multiplier=flags.noise_multiplier,
+                delta=flags.delta,
+                sample_rate=flags.sample_rate,
+                steps=flags.steps,
+                lr=learning_rate(flags.lr),
+                confidence=flags.confidence,
+                device=device,
+                seed=flags.seed,
+                data=flags.data,
+                budget=flags.budget,
+                on_models=on_models,
+            ),
+            flags.as_json,
+        )
 
 
 def _print(found: InAndOut) -> None:

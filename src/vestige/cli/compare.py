@@ -120,9 +120,6 @@ def compare(context: typer.Context, flags: CompareFlags) -> None:
     from vestige.budget.spending import account_of
     from vestige.compare import paper_presets as known
     from vestige.compare.folder import ComparisonFolder
-    from vestige.compare.specification import FACTORS, Contender, Problem, Specification
-    from vestige.compare.statistics import seeds_to_tell
-    from vestige.run_records import PrivacyTarget
 
     execution = Execution(flags.engine, flags.ray_address, flags.workers, flags.stack, flags.device)
     account = account_of(flags.budget)
@@ -148,9 +145,6 @@ def compare(context: typer.Context, flags: CompareFlags) -> None:
     refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
     if flags.retry:
         raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
-    budgets = [PrivacyTarget("epsilon", value) for value in flags.epsilon or ()]
-    budgets += [PrivacyTarget("noise_multiplier", value) for value in flags.noise_multiplier or ()]
-    budgets += [PrivacyTarget("paper_sigma", value) for value in flags.paper_sigma or ()]
     if flags.quick:
         refuse_others(
             context,
@@ -159,48 +153,60 @@ def compare(context: typer.Context, flags: CompareFlags) -> None:
         )
         specification = quick_specification()
     else:
-        check_steps(flags.tuning_seeds, "tuning_seeds")
-        kinds = (
-            tuple(flags.rates.split(","))
-            if flags.rates
-            else (("tuned", "auto", "given") if flags.lr else ("tuned", "auto"))
-        )
-        _check_flags(context, kinds, flags.lrs)
-        problems = tuple(Problem(name, flags.data) for name in flags.task or ["digits-mlp"])
-        compared = tuple(
-            Contender(label, name, options, flags.lr) for label, name, options in contenders(flags.method or ["all"])
-        )
-        budgets = budgets or [PrivacyTarget("epsilon", 3.0)]
-        tested = sum(not (flags.choose_once and kind == "tuned") for kind in kinds)
-        pairs = max(1, len(problems) * len(budgets) * tested * (len(compared) - 1))
-        count = seeds_to_tell(pairs) if flags.seeds is None else flags.seeds
-        check_steps(count, "seeds")
-        specification = Specification(
-            problems=problems,
-            contenders=compared,
-            budgets=tuple(budgets),
-            seeds=tuple(range(count)),
-            steps=flags.steps,
-            sample_rate=flags.sample_rate,
-            delta=flags.delta,
-            rates=kinds,  # type: ignore[arg-type]
-            factors=numbers("factors", flags.factors) if flags.factors is not None else FACTORS,
-            learning_rates=numbers("lrs", flags.lrs) if flags.lrs is not None else (),
-            tune=grids(flags.tune or ()),
-            tuning_seeds=tuple(range(1000, 1000 + flags.tuning_seeds)),
-            choose="once" if flags.choose_once else "each seed",
-            validation=flags.validation,
-            lr=flags.lr,
-            baseline=flags.baseline,
-            evaluations=flags.evaluations,
-            reproducible=flags.reproducible,
-            physical_batch=flags.physical_batch,
-            sampling=flags.sampling,  # type: ignore[arg-type]
-        )
+        specification = _asked_specification(context, flags)
     check_tasks(specification)
     _check_names(specification)
     path = flags.out or Path("runs") / f"{'quick' if flags.quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
     finish(make_runs(path, specification, execution, visible=not flags.as_json, budget=paying), flags.as_json)
+
+
+def _asked_specification(context: typer.Context, flags: CompareFlags) -> Specification:
+    """The comparison that the flags ask for."""
+    from vestige.compare.specification import FACTORS, Contender, Problem, Specification
+    from vestige.compare.statistics import seeds_to_tell
+    from vestige.run_records import PrivacyTarget
+
+    budgets = [PrivacyTarget("epsilon", value) for value in flags.epsilon or ()]
+    budgets += [PrivacyTarget("noise_multiplier", value) for value in flags.noise_multiplier or ()]
+    budgets += [PrivacyTarget("paper_sigma", value) for value in flags.paper_sigma or ()]
+    budgets = budgets or [PrivacyTarget("epsilon", 3.0)]
+    check_steps(flags.tuning_seeds, "tuning_seeds")
+    kinds = (
+        tuple(flags.rates.split(","))
+        if flags.rates
+        else (("tuned", "auto", "given") if flags.lr else ("tuned", "auto"))
+    )
+    _check_flags(context, kinds, flags.lrs)
+    problems = tuple(Problem(name, flags.data) for name in flags.task or ["digits-mlp"])
+    compared = tuple(
+        Contender(label, name, options, flags.lr) for label, name, options in contenders(flags.method or ["all"])
+    )
+    tested = sum(not (flags.choose_once and kind == "tuned") for kind in kinds)
+    pairs = max(1, len(problems) * len(budgets) * tested * (len(compared) - 1))
+    count = seeds_to_tell(pairs) if flags.seeds is None else flags.seeds
+    check_steps(count, "seeds")
+    return Specification(
+        problems=problems,
+        contenders=compared,
+        budgets=tuple(budgets),
+        seeds=tuple(range(count)),
+        steps=flags.steps,
+        sample_rate=flags.sample_rate,
+        delta=flags.delta,
+        rates=kinds,  # type: ignore[arg-type]
+        factors=numbers("factors", flags.factors) if flags.factors is not None else FACTORS,
+        learning_rates=numbers("lrs", flags.lrs) if flags.lrs is not None else (),
+        tune=grids(flags.tune or ()),
+        tuning_seeds=tuple(range(1000, 1000 + flags.tuning_seeds)),
+        choose="once" if flags.choose_once else "each seed",
+        validation=flags.validation,
+        lr=flags.lr,
+        baseline=flags.baseline,
+        evaluations=flags.evaluations,
+        reproducible=flags.reproducible,
+        physical_batch=flags.physical_batch,
+        sampling=flags.sampling,  # type: ignore[arg-type]
+    )
 
 
 def quick_specification() -> Specification:

@@ -109,6 +109,14 @@ def plan(context: typer.Context, flags: PlanFlags) -> None:
     if flags.as_json:
         print_json(found)
         return
+    _print_plan(found)
+    if flags.out is not None:
+        stdout.print(f"wrote {flags.out}", markup=False)
+
+
+def _print_plan(found: dict[str, Any]) -> None:
+    from vestige.compare.report import plans_page as report
+
     for line in report.findings(found):
         stdout.print(line, markup=False)
     table = Table("batch", "steps", "noise multiplier", "signal", "takes")
@@ -128,8 +136,6 @@ def plan(context: typer.Context, flags: PlanFlags) -> None:
     stdout.print(found["command"], markup=False)
     if "users" in found:
         _print_users(found["users"], found["choice"])
-    if flags.out is not None:
-        stdout.print(f"wrote {flags.out}", markup=False)
 
 
 def _for_users(

@@ -182,75 +182,7 @@ def synthesize(context: typer.Context, flags: SynthesizeFlags) -> None:
     if flags.resume is not None:
         job = _continued(context, flags.resume, {"data": flags.data, "device": flags.device, "budget": flags.budget})
     else:
-        if flags.model is not None and flags.columns is not None:
-            raise ValueError(
-                f"model={flags.model!r} and columns={flags.columns!r}: give one of them, for texts or for rows"
-            )
-        if flags.model is None and flags.columns is None:
-            raise ValueError("columns=None: give the columns of a table, or a model for texts")
-        wanted = {
-            "data": flags.data,
-            "epsilon": flags.epsilon,
-            **({} if flags.model is None else {"samples": flags.samples}),
-        }
-        for name, value in wanted.items():
-            if value is None:
-                raise ValueError(f"{name}=None: give it, too")
-        refuse_if_given(
-            context,
-            OF_TEXTS if flags.model is None else OF_ROWS,
-            f"it is of {'texts' if flags.model is None else 'rows'}",
-        )
-        shared: dict[str, Any] = {
-            "data": flags.data,
-            "epsilon": flags.epsilon,
-            "delta": flags.delta,
-            "samples": flags.samples,
-            "test": flags.test,
-        }
-        shared |= {"label_column": flags.label_column, "reproducible": flags.reproducible, "device": where}
-        shared |= {
-            "budget": flags.budget,
-            "slot": flags.slot,
-            "user_column": flags.user_column,
-            "rows_per_user": flags.rows_per_user,
-        }
-        if flags.model is None:
-            own: dict[str, Any] = {
-                "columns": flags.columns,
-                "method": flags.method or "marginals",
-                "bins": flags.bins,
-                "seed": flags.seed,
-            }
-            job = TableSynthesis(**shared, **own, iterations=flags.iterations, evaluate=flags.evaluate)
-        else:
-            from vestige.synthesis.texts import TextSynthesis
-
-            job = TextSynthesis(
-                **shared,
-                model=flags.model,
-                method=flags.method or "dp-adamw",
-                text_column=flags.text_column,
-                labels=_several(flags.labels),
-                label_shares=_numbers(flags.label_shares),
-                max_length=flags.max_length,
-                pad_token=flags.pad_token,
-                lora=flags.lora,
-                lora_targets=_several(flags.lora_targets),
-                batch=flags.batch,
-                epochs=flags.epochs,
-                steps=flags.steps,
-                lr=flags.lr,
-                physical_batch=part_size(flags.physical_batch),
-                engine=engine_of(flags.engine, flags.cuda_graphs),
-                bfloat16=flags.bfloat16,
-                audit=flags.audit,
-                temperature=flags.temperature,
-                top_p=flags.top_p,
-                guidance=flags.guidance,
-                sampling_batch=flags.sampling_batch,
-                seed=flags.seed or 0,
-            )
+        job = _job_of(context, flags, where)
     how = (path, flags.resume is not None, flags.quiet, flags.as_json)
     made = _rows(job, *how) if isinstance(job, TableSynthesis) else _texts(job, *how)
     if made is None:
@@ -260,6 +192,80 @@ def synthesize(context: typer.Context, flags: SynthesizeFlags) -> None:
         print_json(made.to_json())
     else:
         _summarise(made)
+
+
+def _job_of(context: typer.Context, flags: SynthesizeFlags, where: str) -> TableSynthesis | TextSynthesis:
+    """The job that the flags ask for: rows by --columns, or texts by --model."""
+    from vestige.synthesis.tables import TableSynthesis
+
+    if flags.model is not None and flags.columns is not None:
+        raise ValueError(
+            f"model={flags.model!r} and columns={flags.columns!r}: give one of them, for texts or for rows"
+        )
+    if flags.model is None and flags.columns is None:
+        raise ValueError("columns=None: give the columns of a table, or a model for texts")
+    wanted = {
+        "data": flags.data,
+        "epsilon": flags.epsilon,
+        **({} if flags.model is None else {"samples": flags.samples}),
+    }
+    for name, value in wanted.items():
+        if value is None:
+            raise ValueError(f"{name}=None: give it, too")
+    refuse_if_given(
+        context,
+        OF_TEXTS if flags.model is None else OF_ROWS,
+        f"it is of {'texts' if flags.model is None else 'rows'}",
+    )
+    shared: dict[str, Any] = {
+        "data": flags.data,
+        "epsilon": flags.epsilon,
+        "delta": flags.delta,
+        "samples": flags.samples,
+        "test": flags.test,
+    }
+    shared |= {"label_column": flags.label_column, "reproducible": flags.reproducible, "device": where}
+    shared |= {
+        "budget": flags.budget,
+        "slot": flags.slot,
+        "user_column": flags.user_column,
+        "rows_per_user": flags.rows_per_user,
+    }
+    if flags.model is None:
+        own: dict[str, Any] = {
+            "columns": flags.columns,
+            "method": flags.method or "marginals",
+            "bins": flags.bins,
+            "seed": flags.seed,
+        }
+        return TableSynthesis(**shared, **own, iterations=flags.iterations, evaluate=flags.evaluate)
+    from vestige.synthesis.texts import TextSynthesis
+
+    return TextSynthesis(
+        **shared,
+        model=flags.model,
+        method=flags.method or "dp-adamw",
+        text_column=flags.text_column,
+        labels=_several(flags.labels),
+        label_shares=_numbers(flags.label_shares),
+        max_length=flags.max_length,
+        pad_token=flags.pad_token,
+        lora=flags.lora,
+        lora_targets=_several(flags.lora_targets),
+        batch=flags.batch,
+        epochs=flags.epochs,
+        steps=flags.steps,
+        lr=flags.lr,
+        physical_batch=part_size(flags.physical_batch),
+        engine=engine_of(flags.engine, flags.cuda_graphs),
+        bfloat16=flags.bfloat16,
+        audit=flags.audit,
+        temperature=flags.temperature,
+        top_p=flags.top_p,
+        guidance=flags.guidance,
+        sampling_batch=flags.sampling_batch,
+        seed=flags.seed or 0,
+    )
 
 
 def _continued(context: typer.Context, resume: Path, elsewhere: dict[str, object]) -> TableSynthesis | TextSynthesis:

@@ -210,39 +210,10 @@ def train(context: typer.Context, flags: TrainFlags, **method_options: object) -
 
         vestige train --resume runs/digits-mlp-dp-sgd-20260101-120000
     """
-    from vestige.tf32 import default_device
     from vestige.training import loggers
-    from vestige.training.job import Job, complete, load, start
+    from vestige.training.job import complete, start
 
-    if flags.resume is not None:
-        there = {
-            "data": flags.data,
-            "features": flags.features,
-            "device": flags.device,
-            "physical_batch": part_size(flags.physical_batch),
-        }
-        there |= {"budget": flags.budget}
-        job = continued(context, flags.resume, ("resume", "trust", "log_to", "as_json"), load, there)
-        require_trust(flags.resume, [job.task], flags.trust)
-    else:
-        refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
-        _refuse_table(context, flags.recipe, flags.task)
-        for one, other in (("batch_size", "sample_rate"), ("epochs", "steps")):
-            if given(context, one) and given(context, other):
-                raise ValueError(f"{one} and {other}: give one of them")
-        settings = named_alike(flags, Job) | {
-            "options": {key: value for key, value in method_options.items() if value is not None},
-            "lr": learning_rate(flags.lr),
-            "table": _table(flags.columns, flags.label_column, flags.labels, flags.test),
-            "rows_per_user": most_rows(flags.rows_per_user),
-            "cap": most_rows(flags.cap, "cap"),
-            "noise": arithmetic(flags.secure_mode),
-            "engine": engine_of(flags.engine, flags.cuda_graphs),
-            "physical_batch": part_size(flags.physical_batch),
-            "device": flags.device or default_device(),
-            "nonprivate_transcript": str(flags.nonprivate_transcript) if flags.nonprivate_transcript else None,
-        }
-        job = Job(**(settings if flags.recipe is None else _by_recipe(context, flags.recipe, settings)))
+    job = _job_of(context, flags, method_options)
     if flags.nonprivate_logs and not flags.log_to:
         raise ValueError("--nonprivate-logs goes with --log-to: it voids the guarantee, and there is nowhere to log")
     loggers.check(flags.log_to or [])
@@ -276,6 +247,42 @@ def train(context: typer.Context, flags: TrainFlags, **method_options: object) -
     else:
         _summarise(result)
     leave_if_interrupted(result, "train", path)
+
+
+def _job_of(context: typer.Context, flags: TrainFlags, method_options: dict[str, object]) -> Job:
+    """The job that the flags ask for, or that of the run to resume."""
+    from vestige.tf32 import default_device
+    from vestige.training.job import Job, load
+
+    if flags.resume is not None:
+        there = {
+            "data": flags.data,
+            "features": flags.features,
+            "device": flags.device,
+            "physical_batch": part_size(flags.physical_batch),
+        }
+        there |= {"budget": flags.budget}
+        job = continued(context, flags.resume, ("resume", "trust", "log_to", "as_json"), load, there)
+        require_trust(flags.resume, [job.task], flags.trust)
+        return job
+    refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
+    _refuse_table(context, flags.recipe, flags.task)
+    for one, other in (("batch_size", "sample_rate"), ("epochs", "steps")):
+        if given(context, one) and given(context, other):
+            raise ValueError(f"{one} and {other}: give one of them")
+    settings = named_alike(flags, Job) | {
+        "options": {key: value for key, value in method_options.items() if value is not None},
+        "lr": learning_rate(flags.lr),
+        "table": _table(flags.columns, flags.label_column, flags.labels, flags.test),
+        "rows_per_user": most_rows(flags.rows_per_user),
+        "cap": most_rows(flags.cap, "cap"),
+        "noise": arithmetic(flags.secure_mode),
+        "engine": engine_of(flags.engine, flags.cuda_graphs),
+        "physical_batch": part_size(flags.physical_batch),
+        "device": flags.device or default_device(),
+        "nonprivate_transcript": str(flags.nonprivate_transcript) if flags.nonprivate_transcript else None,
+    }
+    return Job(**(settings if flags.recipe is None else _by_recipe(context, flags.recipe, settings)))
 
 
 def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> dict[str, object]:
