@@ -92,6 +92,6 @@ class Users:
     def from_json(cls, content: Mapping[str, Any]) -> Users:
         return cls(**content)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         row = asdict(self)
         return row if self.choice_epsilon else {key: each for key, each in row.items() if key != "choice_epsilon"}

@@ -92,7 +92,8 @@ def recipes(
         table = Table("setting", f"at epsilon {epsilon:g}")
         for key, value in settings.items():
             if value not in (None, False, 0) and key not in ("recipe", "epsilon"):
-                table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+                flag = "max_physical_batch_size" if key == "physical_batch" else key
+                table.add_row(flag, f"{value:.4g}" if isinstance(value, float) else str(value))
         stdout.print(table)
         return
     rows = [recipe.row() for recipe in RECIPES.values()]

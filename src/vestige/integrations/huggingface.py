@@ -15,9 +15,10 @@ from functools import partial
 from itertools import islice
 from math import ceil, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from vestige.budget.spending import Budget, account_of
@@ -37,6 +38,8 @@ from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from transformers.trainer_utils import PredictionOutput
+
     from vestige.accounting import Guarantee
 
 try:
@@ -160,13 +163,13 @@ class PrivateTrainerMixin(Base):
         loss = output.training_loss if self.privacy_args.log_nonprivate_loss else nan
         return TrainOutput(output.global_step, loss, self._public(output.metrics))
 
-    def hyperparameter_search(self, *args: object, **kwargs: object) -> object:
+    def hyperparameter_search(self, *args: object, **kwargs: object) -> NoReturn:
         raise ValueError(
             "hyperparameter_search chooses by looking at many runs, which has a price of its own: `vestige compare` "
             "states it"
         )
 
-    def get_train_dataloader(self) -> object:
+    def get_train_dataloader(self) -> Draws:
         """The private samples. With the first call the model and the optimizer become private too."""
         if self._draws is None:
             self._draws, self._private_model = self._make_private(), self.model
@@ -265,12 +268,12 @@ class PrivateTrainerMixin(Base):
 
     def compute_loss(
         self,
-        model: object,
-        inputs: object,
+        model: nn.Module,
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: object = None,
         **kwargs: object,
-    ) -> object:
+    ) -> Any:
         """While training, the loss that the model computes itself, of each example; or a trainer's own, with the
         assumption that each row has a say in its own loss only. No loss is divided by everyone's tokens."""
         if not (self.model.training and torch.is_grad_enabled()):
@@ -302,7 +305,7 @@ class PrivateTrainerMixin(Base):
         finally:
             self._evaluating = before
 
-    def predict(self, test_dataset: object, *args: object, **kwargs: object) -> object:
+    def predict(self, test_dataset: object, *args: object, **kwargs: object) -> PredictionOutput:
         refuse_training_data(test_dataset, self.train_dataset, "test_dataset")
         return super().predict(test_dataset, *args, **kwargs)
 

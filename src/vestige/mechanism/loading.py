@@ -22,7 +22,7 @@ from vestige.mechanism.bad_rows import readable
 from vestige.mechanism.losses.criteria import Form
 from vestige.mechanism.text_padding import PaddedAlone
 
-Collate = Callable[[list[object]], object]
+Collate = Callable[[list[Any]], object]
 Group = list[Tensor]
 """A batch of examples of one shape: inputs and, last, targets."""
 TARGETS = ("labels", "label")

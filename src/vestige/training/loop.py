@@ -40,7 +40,7 @@ class Record:
         """With `[]`, what `dict(record)` is made of: plain numbers and lists, as JSON has them."""
         return list(self.to_json())
 
-    def __getitem__(self, key: str) -> object:
+    def __getitem__(self, key: str) -> Any:
         return self.to_json()[key]
 
     def to_json(self) -> dict[str, object]:

@@ -58,7 +58,7 @@ class RunFolder:
     def request(self) -> dict[str, Any]:
         if not (self.path / "run.json").exists():
             raise ValueError(f"resume={str(self.path)!r} holds no run: there is no run.json in it")
-        request: dict[str, Any] = read_json(self.path / "run.json")
+        request: dict[str, object] = read_json(self.path / "run.json")
         return request
 
     def save_checkpoint(self, content: dict[str, object]) -> None:
@@ -72,7 +72,7 @@ class RunFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def load_checkpoint(self) -> dict[str, Any]:
-        content: dict[str, Any] = self._group.first(lambda: read_tensors(self.checkpoint))
+        content: dict[str, object] = self._group.first(lambda: read_tensors(self.checkpoint))
         return content
 
     def finish(self, result: dict[str, object], weights: dict[str, object]) -> None:
@@ -84,7 +84,7 @@ class RunFolder:
         files = sorted(path for path in self.path.rglob("*") if path.is_file() and path != self.ledger)
         return {path.relative_to(self.path).as_posix(): sha256(path) for path in files if path.suffix != ".md"}
 
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> dict[str, object] | None:
         path = self.path / "result.json"
         return read_json(path) if path.exists() else None
 

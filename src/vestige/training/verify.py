@@ -35,7 +35,7 @@ class Verdict:
     for_user: accounting.Guarantee | None = None
     """What the run means for a person with several rows, where that was asked."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "verified": True,
             "finished": self.finished,
