@@ -62,7 +62,7 @@ main()
 def alone(name: str) -> np.ndarray:
     model = network()
     rate = 0.02 if "adam" in name else 0.5
-    budget = {"epsilon": 30.0} if name == "dpsgd-br" else {"noise_multiplier": 1.3}
+    budget = {"epsilon": 30.0} if name.startswith("dpsgd-br") else {"noise_multiplier": 1.3}
     training = vestige.train(
         model, nn.functional.cross_entropy, examples(), method=name, sample_rate=RATE, steps=STEPS, delta=1e-3, lr=rate,
         reproducible=7, **budget,
