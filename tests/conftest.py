@@ -75,13 +75,18 @@ def _no_disk_is_awaited() -> Iterator[None]:
         yield
 
 
-GPU = torch.cuda.is_available()
+@pytest.fixture(autouse=True, scope="session")
+def _absent_devices_have_no_seed() -> Iterator[None]:
+    """Without a GPU, torch.manual_seed writes down a stack for each kind of device that might come: milliseconds."""
+    with pytest.MonkeyPatch.context() as patched:
+        if not torch.cuda.is_available():
+            patched.setattr(torch, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a GPU, torch.manual_seed writes down a stack for each kind of device that might come: milliseconds.
-    torch.manual_seed(0) if GPU else torch.default_generator.manual_seed(0)
+    torch.manual_seed(0)
     # On a GPU torch rounds convolutions to TF32 unless told otherwise; an oracle does not.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
