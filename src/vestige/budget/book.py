@@ -414,7 +414,7 @@ class State:
         return (part,) if part else self.book_terms.parts or ("",)
 
     def curve(self, *, reserved: bool, of: str | None = None, part: str = "") -> Array:
-        """The Renyi curve of all that was charged, and reserved, for a row of a part; of one person or of everybody.
+        """The Renyi curve of all that was charged, and reserved, for a row of a part; of one person or of all.
 
         What was asked about other parts has the same answers with and without that row, so it adds nothing.
         """

@@ -216,7 +216,7 @@ def _start_worker(threads: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for further runs for ever."""
+    """End a worker whose parent was killed; it would wait for runs for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -31,7 +31,7 @@ class Term:
     batch: Batch
     views: int = 1
     counts: Tensor | None = None
-    """Where examples have unequal numbers of views: how many each has, up to `views`. Rows after them are nobody's."""
+    """Where examples have unequal numbers of views: how many each has, up to `views`; other rows are padding."""
 
 
 class Linear(ABC):

@@ -59,7 +59,7 @@ class Loading:
 
 
 def check_loader(loader: DataLoader[object], name: str = "data_loader") -> None:
-    """Refuse loaders whose own way of drawing would be lost without a word."""
+    """Refuse loaders whose sampler would be replaced silently."""
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(f"{name} has an IterableDataset: a Poisson sample needs a dataset with indices")
     if isinstance(loader.sampler, DistributedSampler):

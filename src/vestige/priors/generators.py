@@ -126,7 +126,7 @@ def _texture(count: int, size: int, draw: Generator) -> Tensor:
 
 
 def _colour(count: int, draw: Generator) -> Tensor:
-    """A grey, and as much of a colour as of nothing: few things are of a pure one."""
+    """A random grey, mixed with a random colour: few natural surfaces are saturated."""
     grey, vivid = _uniform((count, 1, 1, 1), draw, 0, 1), _uniform((count, 1, 1, 1), draw, 0, 0.8)
     return grey.expand(-1, 3, -1, -1).lerp(_uniform((count, 3, 1, 1), draw, 0, 1), vivid)
 

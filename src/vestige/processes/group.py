@@ -42,7 +42,7 @@ class Processes(Protocol):
         ...
 
     def first(self, work: Callable[[], T]) -> T:
-        """Together: what process 0 makes by this work, or the error that it met."""
+        """Collective: the result of this work in process 0, or its error."""
         ...
 
     def together(self, work: Callable[[], T]) -> T:

@@ -128,7 +128,7 @@ class ShardedLoop:
                 _follow(own, twin)
 
     def stepped(self) -> None:
-        """The parameters have moved: whole ones are put together anew for the next pass."""
+        """The parameters have moved: gather them again before the next pass."""
         self._steps += 1
         self.forget()
 

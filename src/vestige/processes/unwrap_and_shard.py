@@ -138,7 +138,7 @@ COME_APART = (
 
 
 def require_same_model(group: Processes, tensors: Iterable[Tensor], step: int) -> None:
-    """Together: replicas that have come apart would each train a model of its own."""
+    """Collective: check that the replicas' parameters are equal."""
     if group.several:
         group.same(digest_of(tensors), COME_APART.format(step=step))
 

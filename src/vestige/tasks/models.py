@@ -249,7 +249,7 @@ CIFAR-10 had most from the last."""
 
 
 class Projection(nn.Module):
-    """A product with random signs that are the same for everybody: a public function of each example."""
+    """A product with random signs that are the same for every example: a public function of each example."""
 
     signs: Tensor
 

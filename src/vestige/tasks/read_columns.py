@@ -34,7 +34,7 @@ def read_columns(path: Path, columns: Mapping[str, str], blank: Collection[str] 
 
 
 def read_all(path: Path) -> dict[str, list[object]]:
-    """All columns of a file by name, as they stand; where a row lacks one, nothing."""
+    """All columns of a file by name, unconverted; None where a row lacks one."""
     if not path.is_file():
         raise ValueError(f"data={str(path)!r}: there is no such file")
     if path.suffix not in READERS:

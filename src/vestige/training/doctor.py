@@ -68,7 +68,7 @@ LISTED = 5
 
 
 def _rows_at_fault(model: nn.Module, loss: Loss, data: object) -> list[Finding]:
-    """Rows that cannot be read, or whose label the loss cannot take: a private run leaves them out without a word."""
+    """Rows that cannot be read, or whose label the loss cannot take: a private run leaves them out silently."""
     try:
         examples = Examples(data, torch.device("cpu"))
         here = {name: p.device for name, p in model.named_parameters()}

@@ -754,7 +754,7 @@ class Training(HoldsKey):
         return digest(self._examples.nonprivate_hash(key), None if judged is None else judged.nonprivate_hash(key))
 
     def _check_together(self, step: int) -> None:
-        """Together, now and then: replicas that have come apart would each train a model of its own."""
+        """Collective, at intervals: check that the replicas' parameters are equal."""
         last = step == self.plan.steps - 1
         if self.shards is None and (last or step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
             require_same_model(self.group, self.state.parameters.values(), step)
@@ -1085,7 +1085,7 @@ class Training(HoldsKey):
 
 
 def _pad_texts(model: nn.Module, loss: Loss, examples: Examples) -> None:
-    """Pad texts to a few lengths where a made-up one shows that the loss takes no notice."""
+    """Pad texts to a few lengths if padding a made-up text does not change its loss."""
     if examples.read_one_by_one and examples.form.names is not None and ignored_for_certain(model):
         padding, row = TextPadding.of(model), made_up(examples.blank(), 1, examples.device)
         if ignores_padding(model, loss, examples.form, row, padding):

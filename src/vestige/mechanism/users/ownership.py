@@ -123,7 +123,7 @@ class RowsOfEach:
         return torch.tensor_split(users, ends)
 
     def rows(self, index: int, users: Tensor) -> list[Tensor]:
-        """The rows of these users for a question, put together by how many they are: [users, rows] each."""
+        """The rows of these users for a question, batched by their number of rows: [users, rows] each."""
         if len(users) == 0:
             return [torch.zeros(0, 1, dtype=torch.long)]
         chosen, counts = users.numpy(), self._most[users.numpy()]
