@@ -1,5 +1,7 @@
 """Does nobody have more rows than the bound, and does nothing but ownership and coins decide which?"""
 
+from decimal import Decimal
+
 import numpy as np
 import pytest
 import torch
@@ -71,8 +73,15 @@ def test_ids_may_be_numbers_texts_or_tensors():
 
 
 def test_a_column_of_several_kinds_does_not_divide_a_person():
-    for ids in ([3, 3.0, "3"], np.array([3, 3.0, np.float32(3)], dtype=object), [[3], [3.0], ["3", None]]):
+    texts = (["3", " 3", "3.0"], [b"3", "3", "3 "], np.array(["3", "3.0", "3 "]), [Decimal("3.0"), 3, "3"])
+    for ids in ([3, 3.0, "3"], np.array([3, 3.0, np.float32(3)], dtype=object), [[3], [3.0], ["3", None]], *texts):
         assert ownership(ids, 3).users == 1
+
+
+@pytest.mark.parametrize(("ids", "message"), [([object(), 1], "an id is a object"), (np.array(3), "users=ndarray")])
+def test_ids_that_name_nobody(ids, message):
+    with pytest.raises(ValueError, match=message):
+        ownership(ids, 2)
 
 
 def test_columns_of_pandas_with_an_index_of_their_own():

@@ -172,6 +172,20 @@ def test_one_row_per_user_is_the_loop_without_users_bit_for_bit():
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    "copies", [lambda x: torch.cat([x, x]), lambda x: x.repeat_interleave(2, dim=0)], ids=["cat", "interleave"]
+)
+def test_two_copies_of_each_row_are_their_users(copies):
+    found = []
+    for use in (copies, lambda x: x):
+        _, model, optimizer, loader = private(PrivacyEngine(reproducible=3), sample="users", noise=1e-9)
+        x, y, _ = next(iter(loader))
+        LOSS(model(use(x)), use(y)).backward()
+        optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found)
+
+
 def test_rows_in_another_order_are_refused():
     _, model, optimizer, loader = private(sample="users")
     with pytest.raises(ValueError, match="row"):

@@ -615,9 +615,10 @@ def _along(weights: Tensor, label: Rows, output: Tensor) -> Tensor:
     """Weights of examples as an output has them: along its axis of rows, or of the one example that it is about."""
     if label.axis < 0:
         return weights[label.first]
-    shape = [1] * output.dim()
-    shape[label.axis] = output.shape[label.axis]
-    return weights.repeat_interleave(label.inner).view(shape)
+    shape, size = [1] * output.dim(), output.shape[label.axis]
+    shape[label.axis] = size
+    each = weights.repeat_interleave(label.inner)
+    return each.repeat(size // len(each)).view(shape)  # of several copies of the batch, one after another
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

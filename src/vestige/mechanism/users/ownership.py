@@ -159,7 +159,7 @@ def ownership(ids: Ids, population: int) -> Ownership:
         ids = ids.cpu().numpy()
     elif hasattr(ids, "to_numpy"):  # a column of pandas, whatever its index
         ids = ids.to_numpy()
-    if isinstance(ids, str | Mapping) or not hasattr(ids, "__len__"):
+    if isinstance(ids, str | Mapping) or not hasattr(ids, "__len__") or getattr(ids, "ndim", 1) == 0:
         raise ValueError(
             f"users={type(ids).__name__}: give one id for each row (an array, a list), a list of owners for each row, "
             "or the name of a column"
@@ -176,8 +176,8 @@ def ownership(ids: Ids, population: int) -> Ownership:
     missing = _missing(values)
     if len(missing):
         raise ValueError(f"users: row {missing[0]} has no user, of {len(missing)} such rows; leave those rows out")
-    if values.dtype == object:
-        values = np.array([_name(value) for value in values])
+    if values.dtype == object or values.dtype.kind in "US":
+        values = np.array([_name(value) for value in values.tolist()])
     found, numbers = np.unique(values, return_inverse=True)
     return Ownership(population, len(found), np.arange(population), numbers.astype(np.int64))
 
@@ -202,9 +202,18 @@ def _absent(value: object) -> bool:
 
 
 def _name(value: Any) -> str:
-    """An id as a text: 3, 3.0 and "3" are one user, since a column of both kinds would divide a person into two."""
+    """An id as a text: 3, 3.0, "3", "3.0" and " 3" are one user, since a column of several kinds would divide a person
+    into two, whose rows would be clipped apart."""
+    if repr(value) == object.__repr__(value) and str(value) == repr(value):  # where it lies in memory
+        raise ValueError(
+            f"users: an id is a {type(value).__name__}, of which nobody can say whether two are the same user; give "
+            "numbers or texts"
+        )
+    text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
     whole = isinstance(value, float | np.floating) and float(value).is_integer()
-    return str(int(value)) if whole else str(value)
+    if whole or (text.endswith(".0") and text[:-2].removeprefix("-").isdecimal()):
+        return str(int(value)) if whole else text[:-2]
+    return text
 
 
 def _several(ids: Sequence[object], population: int) -> Ownership:
