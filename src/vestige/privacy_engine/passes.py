@@ -617,8 +617,9 @@ def _along(weights: Tensor, label: Rows, output: Tensor) -> Tensor:
         return weights[label.first]
     shape, size = [1] * output.dim(), output.shape[label.axis]
     shape[label.axis] = size
-    each = weights.repeat_interleave(label.inner)
-    return each.repeat(size // len(each)).view(shape)  # of several copies of the batch, one after another
+    each = weights if label.inner == 1 else weights.repeat_interleave(label.inner)
+    each = each if len(each) == size else each.repeat(size // len(each))  # copies of the batch, one after another
+    return each.view(shape)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
