@@ -70,6 +70,11 @@ def calls() -> dict[str, list[Call]]:
         Call(lambda x: torch.zeros_like(x).fill_(x.flatten()[0]), "f2"),
         Call(lambda x, y: torch.zeros_like(x).fill_(y[0, 0]), "f2 f2"),
         Call(lambda x, y: x.clone().bernoulli_((y > 0.8).to(x.dtype)), "f2 f2"),
+        Call(lambda x: x.clone().abs_(), "f3", True),
+        Call(lambda x, y: x.clone().gt_(y), "f3 f2"),
+        Call(lambda x, y: x.clone().xlogy_(y), "f3 f2"),
+        Call(lambda x, y: torch.floor_divide(x, y), "f3 f2"),
+        Call(lambda x, y: torch.rsub(x, y), "f3 f2"),
     ]
     made["written through a view"] = [
         Call(lambda x, y: _written(x, lambda z: z[:, 0].copy_(y)), "f3 f2"),

@@ -113,7 +113,7 @@ class Region(NamedTuple):
             else:
                 return None
         if axis < 0 and count == 1 and sizes:
-            axis, inner = 0, sizes[0]  # of one example alone: every axis is its own
+            axis, inner = 0, max(1, sizes[0])  # of one example alone: every axis is its own
         return Rows(axis, inner, count, batch, first % count)
 
 

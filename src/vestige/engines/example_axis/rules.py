@@ -667,7 +667,7 @@ def renormed(op: Op) -> Given:
 # --- which operator has which rule ------------------------------------------------------------------------------------
 
 TABLE: dict[Labeller, str] = {
-    pointwise: "native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu "
+    pointwise: "floor_divide rsub native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu "
     "elu_backward "
     "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward "
     "hardswish_backward "
@@ -815,7 +815,9 @@ def find_rule(func: OpOverload) -> Rule:
         return VIEW
     if torch.Tag.dynamic_output_shape in func.tags:
         return SIZED
-    return ruled(pointwise) if torch.Tag.pointwise in func.tags else UNKNOWN
+    new = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, func)
+    tags = (*func.tags, *new.tags)  # not all forms in place are tagged as those that give new tensors are
+    return ruled(pointwise) if torch.Tag.pointwise in tags else UNKNOWN
 
 
 install_rules(find_rule)
