@@ -667,8 +667,8 @@ def renormed(op: Op) -> Given:
 # --- which operator has which rule ------------------------------------------------------------------------------------
 
 TABLE: dict[Labeller, str] = {
-    pointwise: "floor_divide rsub native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu "
-    "elu_backward "
+    pointwise: "native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu "
+    "elu_backward floor_divide rsub "
     "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward "
     "hardswish_backward "
     "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu rrelu_with_noise "
