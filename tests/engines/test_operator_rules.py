@@ -158,10 +158,13 @@ def calls() -> dict[str, list[Call]]:
         Call(lambda x, y: torch.linalg.solve_triangular(x.tril(), y, upper=False), "f3 f3"),
         Call(lambda x, y: torch.linalg.solve_triangular(x.tril(), y, upper=False), "f3 f2"),
         Call(lambda x, y: torch.linalg.solve_triangular(x[:1].tril(), y, upper=False), "f3 f3"),
+        Call(lambda x, y: torch.linalg.solve_triangular(x.tril(), y[:1], upper=False), "f3 f3"),
+        Call(lambda x, y: torch.linalg.solve(x, y[:1]), "f3 f3"),
     ]
     made["cross"] = [
         Call(lambda x, y, d=d: torch.linalg.cross(x, y, dim=d), "f3 f3") for d in range(3)
     ]  # of three entries only
+    made["cross"] += [Call(lambda x, y: torch.linalg.cross(x[:, None], y[:1, None]), "f3 f3")]
     made["attention"] = [
         Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), "f3 f3 f3", True),
         Call(lambda q, m: F.scaled_dot_product_attention(q, q, q, m), "f3 f3", True),
@@ -212,7 +215,15 @@ def calls() -> dict[str, list[Call]]:
             lambda x, i, y: _written(x, lambda z: z.index_put_((i % 1,), y)),
             lambda x, i, y: _written(x, lambda z: z.masked_fill_(y > 0.8, 0)),
             lambda x, i, y: _written(x, lambda z: z.__setitem__(y > 0.8, 0)),
+            lambda x, i, y: _written(x, lambda z: z.index_put_((torch.arange(len(x)), i), y[:1])),
         )
+    ]
+    made["index_put"] += [
+        Call(
+            lambda x, y, n=n: _written(x, lambda z: z.__setitem__((slice(None), torch.tensor([0, 1])), y[:n, :2])),
+            "f2 f2",
+        )
+        for n in (None, 1)
     ]
     made["parts"] = [Call(lambda x, y, d=d: torch.select_scatter(x, y, d, 0), "f3 f2") for d in range(3)] + [
         Call(lambda x, y, d=d: torch.slice_scatter(x, y, d), "f3 f3") for d in range(3)
@@ -445,6 +456,28 @@ def test_rows_of_two_batches_are_not_each_others(combine):
         own = combine(one, one)
     assert "rows of different batches" in str(tracker.labels.get(found))
     assert isinstance(tracker.labels.get(own), Rows)
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda x, y: torch.addmm(y[0, 0], x[:, 0], torch.rand(3, 3)),  # as many examples as columns
+        lambda x, y: torch.baddbmm(y[0], x, x),
+        lambda x, y: x.clone().index_put_((torch.arange(3),), y[0]),
+        lambda x, y: x.clone().index_put_((torch.arange(3),), y[:1]),
+        lambda x, y: _written(x, lambda z: z.__setitem__((slice(None), torch.tensor([0, 1])), y[0, :2])),
+        lambda x, y: torch.linalg.solve(x, y[:1]),
+        lambda x, y: x.gather(1, (y[:, :1, 0] > 2).long()[:1].expand(3, 3)[..., None]),
+        lambda x, y: x.masked_fill(x > 0.5, y[0, 0, 0]),
+    ],
+)
+def test_one_example_is_not_spread_over_the_others(spread):
+    tracker, x, y = Tracker(strict=False), torch.rand(3, 3, 3), torch.rand(3, 3, 3)
+    for each in (x, y):
+        tracker.label_rows(each, 3, 1)
+    with tracker:
+        found = spread(x, y)
+    assert isinstance(tracker.labels.get(found), Mixed)
 
 
 # --- and the measure sees a rule that says too little -----------------------------------------------------------------

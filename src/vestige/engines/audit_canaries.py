@@ -90,7 +90,7 @@ class Canaries:
         self.included = coins
 
     def to(self, device: torch.device) -> None:
-        """Go where the model has gone."""
+        """Move to the model's device."""
         self._device, self.summed, self.differences = device, self.summed.to(device), self.differences.to(device)
         self._first = None if self._first is None else self._first.to(device)
 
@@ -128,8 +128,8 @@ class Canaries:
     def replaced(
         self, gradients: Mapping[str, Gradient], numbers: Sequence[int], first: int, examples: int
     ) -> dict[str, Gradient]:
-        """SENSITIVE: gradients of so many examples in which those from place `first` on are these canaries'. What the
-        rows in these places had is gone."""
+        """SENSITIVE: gradients of so many examples in which those from place `first` on are these canaries',
+        in place of what those rows had."""
         place = torch.arange(examples, device=self._device)
         carriers = (place >= first) & (place < first + len(numbers))
         directions = [self.direction(number) for number in numbers]

@@ -6,7 +6,7 @@ once the clip has weighed the examples, one weighted sum per parameter. No examp
 that is the cheaper way, and a frozen parameter costs nothing.
 
 That examples stay apart is proved at every pass, operator by operator (`example_axis`). A model that cannot be proved
-is left to the reference engine, and that is said.
+is left to the reference engine, with a warning.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BookKeeping:
         self.reference = Reference(model, loss, layout, form)
         self.proved = Proved(model, layout)
         self._left: set[str] = set()
-        """What was left to the reference engine: it is said once."""
+        """Reasons for leaving a step to the reference engine; each is warned of once."""
         self._said_compiled = False
 
     def __call__(
@@ -67,7 +67,7 @@ class BookKeeping:
             return self.reference(batch, parameters, clip, into, transform)
         users = self.users_of(terms[0])
         examples, alone = len(batch[0]) if users is None else len(users.counts), len(batch[0]) == 1
-        if alone:  # beside itself, with weight zero: an axis of one entry cannot be told from others
+        if alone:  # beside itself, with weight zero: an axis of one entry cannot be distinguished from others
             terms = [replace(term, batch=tuple(torch.cat([part, part]) for part in term.batch)) for term in terms]
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         self.say_compiled()

@@ -58,7 +58,7 @@ def head_of(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Where the two parts of a sum of second moments lie in its vector."""
+    """The segments of the two parts of a sum of second moments."""
     _, head = head_of(model)
     rows, classes = head.in_features, head.out_features
     second = Segment("second_moments", 0, (rows, rows))

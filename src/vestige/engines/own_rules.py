@@ -1,4 +1,4 @@
-"""How does a module of one's own get a rule? A function that says each example's gradients of its parameters.
+"""How does a user's module get a rule? By a function that computes each example's gradients of its parameters.
 
 Hardly any module needs one: whatever it computes with torch's functions is watched. It is for what torch cannot see
 into, such as an autograd.Function, and for what a person knows a shorter way to. A rule is never taken at its word: at
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from vestige.engines.example_axis.labels import untracked
 from vestige.engines.per_example.composite_layers import REGISTERED
@@ -60,7 +60,7 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return type(module).forward(*inputs.args, **inputs.kwargs)
     called = type(module).__name__
     values = {name: each.expression.value for name, each in watched.items()}
-    with _installed(module, values):
+    with _reparametrize_module(module, dict(values)):
         output = type(module).forward(*inputs.args, **inputs.kwargs)
     if not isinstance(output, Tensor):
         raise TypeError(f"{called} has a rule, but its output is a {type(output).__name__}: a rule is for one tensor")
@@ -68,7 +68,7 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
     places = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
 
     def again(values: Mapping[str, Tensor], filled: Sequence[Any]) -> Tensor:
-        with _installed(module, values):
+        with _reparametrize_module(module, dict(values)):
             named = dict(zip(inputs.kwargs, filled[len(filled) - len(inputs.kwargs) :], strict=True))
             made: Tensor = type(module).forward(module, *filled[: len(filled) - len(named)], **named)
             return made
@@ -77,7 +77,7 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
         filled = list(given)
         for place, tensor in zip(places, saved, strict=True):
             filled[place] = tensor
-        with _installed(module, values), torch.no_grad():
+        with _reparametrize_module(module, dict(values)), torch.no_grad():
             found = rule(module, filled, signal)
         rows = {name: _given(called, name, found, each.expression, len(signal)) for name, each in watched.items()}
         if module not in HELD:
@@ -129,19 +129,3 @@ def _hold_against_autograd(
                         f"the rule for {called} gives another gradient of {name!r} than autograd does: correct the "
                         "rule, or remove it"
                     )
-
-
-@contextmanager
-def _installed(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with plain values in place of its watched parameters."""
-    before = []
-    for name, value in values.items():
-        owner, _, key = name.rpartition(".")
-        held: dict[str, Any] = module.get_submodule(owner)._parameters
-        before.append((held, key, held[key]))
-        held[key] = value
-    try:
-        yield
-    finally:
-        for held, key, parameter in before:
-            held[key] = parameter

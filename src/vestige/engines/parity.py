@@ -24,7 +24,7 @@ REPETITIONS = 3
 class Cost:
     seconds: float
     peak_mib: float | None
-    """Memory that a first call takes at most; None where nobody counts it."""
+    """Memory that a first call takes at most; None where it cannot be measured."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _groups(module: Norm) -> int:
 
 
 def _become_group_norm(module: Norm) -> None:
-    """As torch's lazy layers become others: whoever holds the layer, and whatever hangs on it, stays as it is."""
+    """As torch's lazy layers become others: references to the layer and its hooks stay valid."""
     groups, channels = _groups(module), module.num_features
     becomes = GroupNormAndLayers if followed(module) else nn.GroupNorm
     for name in OF_BATCH_NORM:

@@ -33,7 +33,7 @@ class Sharded:
         self._points = [(each, self._shards.whole(each)) for each in local]
 
     def part(self) -> None:
-        """The question is answered: let go of the whole parameters."""
+        """The question is answered: free the whole parameters."""
         self._points = []
 
     def __call__(

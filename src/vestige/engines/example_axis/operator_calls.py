@@ -81,8 +81,6 @@ class Op:
             label = self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None
             if label is None or isinstance(label, Mixed):
                 continue
-            if label.axis < 0:
-                return self.mixed("combines one example with others")
             axis = label.axis + len(shape) - tensor.dim()
             if shape[axis] != tensor.shape[label.axis] and label.count > 1:
                 return self.mixed("spreads one example over the others")

@@ -116,14 +116,14 @@ def moved(op: Op) -> Label | None:
     if name in ("_to_copy", "clone"):
         return get(op["self"])
     if name == "index_select":
-        return _picked(op, name, op["self"], op["dim"] % max(1, op["self"].dim()), op["index"])
+        return _reordered(op, op["self"], op["dim"] % max(1, op["self"].dim()), op["index"])
     if name in ("index", "_unsafe_index"):
         places = [place for place, each in enumerate(op["indices"]) if each is not None]
-        return _picked(op, name, op["self"], places[0], op["indices"][places[0]]) if len(places) == 1 else None
+        return _reordered(op, op["self"], places[0], op["indices"][places[0]]) if len(places) == 1 else None
     if name == "index_add" and get(op["self"]) is None:
-        return _put(op, name, op["source"], op["dim"] % op["self"].dim(), op["index"], op["self"])
+        return _reordered(op, op["source"], op["dim"] % op["self"].dim(), op["index"], op["self"])
     if name in ("index_put", "_index_put_impl") and get(op["self"]) is None and len(op["indices"]) == 1:
-        return _put(op, name, op["values"], 0, op["indices"][0], op["self"])
+        return _reordered(op, op["values"], 0, op["indices"][0], op["self"])
     if name == "scatter" and isinstance(op.given.get("src"), Tensor):
         return _inverse(op)
     if torch.Tag.pointwise in op.func.tags:
@@ -131,22 +131,18 @@ def moved(op: Op) -> Label | None:
     return None
 
 
-def _picked(op: Op, name: str, given: Tensor, dim: int, index: Any) -> Label | None:
-    owned = owners_of(op.tracker.labels.get(given), dim, given.shape[dim])
-    order = order_of(op.tracker, index, given.shape[dim]) if owned is not None else None
-    if owned is None or order is None:
-        return None
-    return arranged(name, owned[0], [owned[1][place] for place in order])
-
-
-def _put(op: Op, name: str, given: Tensor, dim: int, index: Any, into: Tensor) -> Label | None:
-    if given.dim() != into.dim() or given.shape[dim] != into.shape[dim]:
+def _reordered(op: Op, given: Tensor, dim: int, index: Any, into: Tensor | None = None) -> Label | None:
+    """Entries that are picked by an index that is a permutation, or put `into` places by it."""
+    if into is not None and (given.dim() != into.dim() or given.shape[dim] != into.shape[dim]):
         return None
     owned = owners_of(op.tracker.labels.get(given), dim, given.shape[dim])
     order = order_of(op.tracker, index, given.shape[dim]) if owned is not None else None
     if owned is None or order is None:
         return None
-    return arranged(name, owned[0], [owner for _, owner in sorted(zip(order, owned[1], strict=True))])
+    rows, owners = owned
+    if into is None:
+        return arranged(op.name, rows, [owners[place] for place in order])
+    return arranged(op.name, rows, [owner for _, owner in sorted(zip(order, owners, strict=True))])
 
 
 def _inverse(op: Op) -> Label | None:

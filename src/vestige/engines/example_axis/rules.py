@@ -49,7 +49,13 @@ def ruled(labeller: Labeller) -> Rule:
         arguments = [label for _, label in labelled_tensors(tracker, args, kwargs)]
         problem = first_mixed(arguments)
         op = Op(tracker, func, args, kwargs, found)
-        given = labeller(op) if problem is None else problem.plain()
+        given: Given
+        if problem is not None:
+            given = problem.plain()
+        elif labeller not in OF_SINGLE_EXAMPLES and any(isinstance(each, Rows) and each.axis < 0 for each in arguments):
+            given = op.mixed("combines one example with others")
+        else:
+            given = labeller(op)
         if isinstance(problem, Ordered) or (type(given) is Mixed and op.name in MOVES):
             given = moved(op) or given
         outputs = op.outputs
@@ -111,7 +117,7 @@ def copied(op: Op) -> Label | None:
 
 
 def overwritten(op: Op) -> Label | None:
-    """Filled with a number, or with draws of chances that may be rows; what was there before is gone."""
+    """Filled with a number, or with draws of chances that may be rows; earlier values are overwritten."""
     return op.broadcast(op["self"].shape, [op.given.get("value"), op.given.get("p")])
 
 
@@ -203,6 +209,8 @@ def apart(op: Op, axes: int) -> Given:
         return label
     if label.axis >= axes or not op.public("weight", "bias", "input_bias", "hidden_bias"):
         return op.mixed()
+    if len({each.shape[label.axis] for each, _ in rows}) > 1:
+        return op.mixed("spreads one example over the others")
 
     def kept(found: Any) -> Label | None:
         if not isinstance(found, Tensor) or not found.numel():
@@ -396,7 +404,7 @@ def batch_norm(op: Op) -> Given:
         apart, statistics = label, label.at(0)
     else:
         apart = statistics = op.mixed("normalises by statistics of the batch")
-        for name in ("running_mean", "running_var"):  # written to, though some schemas do not say so
+        for name in ("running_mean", "running_var"):  # written to, which some schemas omit
             if isinstance(op.given.get(name), Tensor):
                 op.tracker.labels.write(op[name], statistics)
     return [apart, *[statistics] * (len(op.found) - 1)] if isinstance(op.found, tuple) else apart
@@ -494,7 +502,7 @@ def _masks(indices: Indices) -> list[Tensor]:
 
 
 def _index_shape(indices: Indices) -> tuple[list[int], list[int], int, bool]:
-    """Places of the indices, the shape they are broadcast to, where it comes to lie, and whether they are adjacent."""
+    """Places of the indices, their broadcast shape, where that begins in the result, and whether they are adjacent."""
     places = [place for place, each in enumerate(indices) if each is not None]
     shape = list(torch.broadcast_shapes(*(indices[place].shape for place in places)))
     adjacent = places == list(range(places[0], places[-1] + 1))
@@ -502,7 +510,7 @@ def _index_shape(indices: Indices) -> tuple[list[int], list[int], int, bool]:
 
 
 def _indexed(op: Op, indices: Indices) -> Label | None:
-    """Where the example axis lies in `self[indices]`."""
+    """The example axis of `self[indices]`."""
     own = op.label("self")
     if _masks(indices):
         if own is None or own.axis >= len(indices) or indices[own.axis] is None:
@@ -574,12 +582,15 @@ def written_at(op: Op) -> Given:
     if isinstance(target, Mixed):
         return target
     places, shape, start, adjacent = _index_shape(indices)
-    rank = op["self"].dim() - len(places) + len(shape)
     if given is None:
         return _home(op, own, target, indices)
-    at = given.at(given.axis + rank - values.dim())
+    free = [place for place in range(op["self"].dim()) if place not in places]
+    chosen = [op["self"].shape[place] for place in free]
+    chosen[start:start] = shape  # the shape of `self[indices]`
+    at = given.at(given.axis + len(chosen) - values.dim())
+    if chosen[at.axis] != values.shape[given.axis] and given.count > 1:
+        return op.mixed("spreads one example over the others")
     if target is None and own is None:
-        free = [place for place in range(op["self"].dim()) if place not in places]
         behind = at.axis - (start + len(shape)) if at.axis >= start + len(shape) else at.axis
         kept = at.axis < start or at.axis >= start + len(shape)
         if not kept:
@@ -591,7 +602,7 @@ def written_at(op: Op) -> Given:
 
 
 def _written_axis(op: Op, indices: Indices) -> Label | None:
-    """Where rows would come to lie that are written into something public by indices: by `arange(B)` beside others."""
+    """The example axis of values that are written into something public by indices: by `arange(B)` among others."""
     places, shape, start, _ = _index_shape(indices)
     labels = [op.tracker.labels.get(indices[place]) for place in places]
     rows = [label for label in labels if isinstance(label, Rows)]
@@ -663,6 +674,9 @@ def renormed(op: Op) -> Given:
     label = op.label("self")
     return label if label is None or label.axis == op["dim"] % op["self"].dim() else op.mixed()
 
+
+OF_SINGLE_EXAMPLES: tuple[Labeller, ...] = (joined, stacked, select_backward)
+"""Rules that know what to do with tensors of which each is one example's."""
 
 # --- which operator has which rule ------------------------------------------------------------------------------------
 

@@ -19,10 +19,13 @@ from vestige.engines.per_example.rules import routed
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 
 HiddenState = tuple[Tensor, ...]
+States = Tensor | HiddenState
+Forward = Callable[..., Any]
+"""Of a module, which is its first argument."""
 
 
 def attention(
-    module: Any,
+    module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,7 +65,7 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return first, second, second if value is key else value.transpose(0, 1)
 
 
-def _projections(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _projections(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     width, weight, bias = module.embed_dim, module.in_proj_weight, module.in_proj_bias
     if query is key and key is value:
         return F.linear(query, weight, bias).chunk(3, dim=-1)
@@ -91,7 +94,9 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
-def recurrent(module: Any, input: Any, hx: Any = None) -> tuple[Any, Any]:
+def recurrent(
+    module: nn.RNNBase, input: Tensor | PackedSequence, hx: States | None = None
+) -> tuple[Tensor | PackedSequence, States]:
     """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`."""
     if isinstance(input, PackedSequence):
         return _packed(module, input, hx)
@@ -103,7 +108,7 @@ def recurrent(module: Any, input: Any, hx: Any = None) -> tuple[Any, Any]:
     return (sequence if module.batch_first else sequence.transpose(0, 1)), states
 
 
-def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+def _packed(module: nn.RNNBase, input: PackedSequence, hx: States | None) -> tuple[PackedSequence, States]:
     """Padded, in the order of the batch; a sequence that has ended keeps its state."""
     sequence, lengths = pad_packed_sequence(input, batch_first=True)
     output, states = _layers(module, sequence, hx, lengths.to(sequence.device))
@@ -111,7 +116,7 @@ def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence
     return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=sorted_by_length), states
 
 
-def _layers(module: Any, sequence: Any, hx: Any, lengths: Tensor | None) -> tuple[Any, Any]:
+def _layers(module: nn.RNNBase, sequence: Tensor, hx: States | None, lengths: Tensor | None) -> tuple[Tensor, States]:
     """The last layer's outputs [examples, steps, width], and the last states of all layers and directions."""
     sequence, initial = _in_rows(module, sequence, hx)
     weights = {name: getattr(module, name) for name in module._flat_weights_names}
@@ -140,9 +145,9 @@ def _layers(module: Any, sequence: Any, hx: Any, lengths: Tensor | None) -> tupl
     return sequence, states if len(states) > 1 else states[0]
 
 
-def _in_rows(module: Any, sequence: Any, hx: Any) -> tuple[Any, HiddenState | None]:
-    """The sequence and the initial states, each a row for every example if one of them is: others may be nobody's, or
-    parameters."""
+def _in_rows(module: nn.RNNBase, sequence: Tensor, hx: States | None) -> tuple[Tensor, HiddenState | None]:
+    """The sequence and the initial states, each a row for every example if one of them is: others may be public,
+    or parameters."""
     if hx is None:
         return sequence, None
     states = hx if isinstance(hx, tuple) else (hx,)
@@ -157,16 +162,20 @@ def _in_rows(module: Any, sequence: Any, hx: Any) -> tuple[Any, HiddenState | No
     return sequence + rows[:, None], tuple(part + rows.to(part.dtype) for part in states)
 
 
-def _state_shapes(module: Any, sequence: Any) -> list[tuple[int, ...]]:
+def _state_shapes(module: nn.RNNBase, sequence: Tensor) -> list[tuple[int, ...]]:
     count = module.num_layers * (2 if module.bidirectional else 1)
     widths = (module.proj_size or module.hidden_size, module.hidden_size)
     return [(count, len(sequence), width) for width in widths[: 2 if module.mode == "LSTM" else 1]]
 
 
 def _of_no_example(
-    module: Any, sequence: Any, initial: HiddenState | None, weights: dict[str, Any], lengths: Tensor | None
-) -> tuple[Any, Any]:
-    """Over a sequence that is nobody's, such as a learned one: a function of parameters, by torch's own operator."""
+    module: nn.RNNBase,
+    sequence: Tensor,
+    initial: HiddenState | None,
+    weights: dict[str, Tensor],
+    lengths: Tensor | None,
+) -> tuple[Tensor, States]:
+    """Over a public sequence, such as a learned one: a function of parameters, by torch's own operator."""
     if lengths is not None or (module.training and module.dropout and module.num_layers > 1):
         raise UnsupportedUse(f"{type(module).__name__} over packed sequences of no example, or with dropout between")
     if initial is None:
@@ -179,7 +188,7 @@ def _of_no_example(
     return output, tuple(last) if len(last) > 1 else last[0]
 
 
-def cell(module: Any, input: Tensor, hx: Any = None) -> Any:
+def cell(module: nn.RNNCellBase, input: Tensor, hx: States | None = None) -> States:
     """`nn.LSTMCell.forward`, `nn.GRUCell.forward` and `nn.RNNCell.forward`."""
     mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
     if isinstance(module, nn.RNNCell):
@@ -242,7 +251,9 @@ EXPERTS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "num_experts"
 """What transformers' layers of experts have in common; their classes are as many as its models."""
 
 
-def bag(module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+def bag(
+    module: nn.EmbeddingBag, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> Tensor:
     """`nn.EmbeddingBag.forward` of [examples, words]."""
     if input.dim() != 2:
         return nn.EmbeddingBag.forward(module, input, offsets, per_sample_weights)
@@ -258,7 +269,7 @@ def bag(module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_we
     return total if module.mode == "sum" else total / counted.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
+COMPOSITES: dict[type[nn.Module], Forward] = {
     nn.MultiheadAttention: attention,
     nn.LSTM: recurrent,
     nn.GRU: recurrent,
@@ -270,7 +281,7 @@ COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
 }
 
 
-REGISTERED: dict[type[nn.Module], Callable[..., Any]] = {}
+REGISTERED: dict[type[nn.Module], Forward] = {}
 """Modules with a rule of their user's (`engines.own_rules`)."""
 
 
@@ -278,12 +289,12 @@ def registered(module: nn.Module) -> bool:
     return _registered(module) is not None
 
 
-def _registered(module: nn.Module) -> Callable[..., Any] | None:
+def _registered(module: nn.Module) -> Forward | None:
     found = next((kind for kind in type(module).__mro__ if kind in REGISTERED), None)
     return REGISTERED[found] if found is not None and type(module).forward is found.forward else None
 
 
-def composite_of(module: nn.Module) -> Callable[..., Any] | None:
+def composite_of(module: nn.Module) -> Forward | None:
     """The spelled-out form of a module, if there is one for all that this module does."""
     if _registered(module) is not None:
         return _registered(module)

@@ -222,7 +222,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the numbers of a view lie among those of a contiguous tensor, none of them twice."""
+    """The layout of a view within a contiguous tensor, with no number twice."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -230,7 +230,7 @@ class Place:
 
     @classmethod
     def of_view(cls, view: Tensor, base: Tensor) -> Place | None:
-        """Where a view lies in what it is a view of; None if a number is in it more than once."""
+        """The layout of a view within its base; None if a number is in it more than once."""
         usual = contiguous_strides(view.shape)
         stride = tuple(s if n > 1 else u for n, s, u in zip(view.shape, view.stride(), usual, strict=True))
         reach = 0

@@ -113,8 +113,8 @@ def filter_products(dense: Tensor, against: Tensor) -> Tensor:
 
 
 def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
-    """The tensor with some rows zero. A tensor that nobody else needs may be changed in place, which costs nothing
-    where no row is to go."""
+    """The tensor with some rows zero. A tensor that is not needed elsewhere may be changed in place, which costs
+    nothing where no row is blanked."""
     pieces = _pieces(tensor) if in_place and tensor.is_cuda and tensor.numel() and triton_available() else None
     if pieces is not None:
         from vestige.engines.per_example import triton_gradient_norms

@@ -244,7 +244,7 @@ PRODUCTS = frozenset({"linear", "known_linear", "matmul", "addmm"})
 def tapped(
     now: Pass, name: str, axes: Sequence[Axis], outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle
 ) -> Sequence[Tensor]:
-    """The outputs of a use as the model goes on with them; what comes back to them is settled and delivered."""
+    """The outputs of a use, tapped: gradients that come back to them are settled and delivered."""
     if not torch.is_grad_enabled():
         return outputs  # nothing comes back, as in ordinary training
     if recomputed():

@@ -250,46 +250,15 @@ def carried(gradient: Gradient, back: Callable[[Tensor], Tensor], numbers: int, 
 
 # --- which one it is --------------------------------------------------------------------------------------------------
 
-COPIES = frozenset(
-    {"to", "type", "float", "bfloat16", "half", "double", "clone", "contiguous", "type_as", "cpu", "cuda"}
-)
-ELEMENTWISE = frozenset(
-    {
-        *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "reciprocal"),
-        *(
-            "exp",
-            "log",
-            "log1p",
-            "expm1",
-            "sqrt",
-            "rsqrt",
-            "square",
-            "pow",
-            "abs",
-            "sin",
-            "cos",
-            "erf",
-            "lerp",
-            "where",
-        ),
-        *("tanh", "sigmoid", "logsigmoid", "softplus", "relu", "gelu", "silu", "elu", "leaky_relu"),
-        *("clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "expand", "expand_as", "broadcast_to"),
-        *(
-            "__add__",
-            "__radd__",
-            "__sub__",
-            "__rsub__",
-            "__mul__",
-            "__rmul__",
-            "__truediv__",
-            "__rtruediv__",
-            "__rdiv__",
-        ),
-        *("__neg__", "__pow__", "__rpow__", "__abs__"),
-    }
-)
-SHIFTS = frozenset({"add", "sub", "subtract", "__add__", "__radd__", "__sub__"})
-SCALES = frozenset({"mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__"})
+# Functions by their names without underscores: `add`, `radd` and `truediv` are operators of Python's, too.
+COPIES = {"to", "type", "float", "bfloat16", "half", "double", "clone", "contiguous", "type_as", "cpu", "cuda"}
+SHIFTS = {"add", "radd", "sub", "subtract"}
+SCALES = {"mul", "rmul", "multiply", "div", "divide", "true_divide", "truediv"}
+ELEMENTWISE = SHIFTS | SCALES
+ELEMENTWISE |= {"rsub", "rtruediv", "rdiv", "neg", "negative", "reciprocal", "pow", "rpow", "abs", "lerp", "where"}
+ELEMENTWISE |= {"exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "sin", "cos", "erf", "tanh", "sigmoid"}
+ELEMENTWISE |= {"logsigmoid", "softplus", "relu", "gelu", "silu", "elu", "leaky_relu", "clamp", "clip", "clamp_min"}
+ELEMENTWISE |= {"clamp_max", "maximum", "minimum", "expand", "expand_as", "broadcast_to"}
 
 
 def expressed(
@@ -312,7 +281,7 @@ def expressed(
     for place, leaf in enumerate(found):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             one = partial(lambda place, *values: outputs_of(*values)[0][place], place)
-            found[place] = _derived(name, one, of, args, kwargs, leaf.detach())
+            found[place] = _derived(name.strip("_"), one, of, args, kwargs, leaf.detach())
     return found, shape
 
 
@@ -353,11 +322,11 @@ def _short(name: str, of: tuple[Expression, ...], args: Arguments, kwargs: Named
     found = _of_one(name, of[0], args, kwargs, result) if len(of) == 1 else None
     if found is not None:
         return found
-    if name in ("matmul", "mm", "__matmul__", "linear") and len(args) == 2 and not kwargs:
+    if name in ("matmul", "mm", "linear") and len(args) == 2 and not kwargs:
         left, right = (each if isinstance(each, Expression) else each.detach() for each in args)
         if value_of(left).dim() == value_of(right).dim() == 2:
             return product(left, right, transposed=name == "linear")
-    if name == "_weight_norm" and len(of) == 2:
+    if name == "weight_norm" and len(of) == 2:
         axis = args[2] if len(args) > 2 else kwargs.get("dim", 0)
         return weight_norm(of[0], of[1], axis) if axis != -1 else None
     if name in ("cat", "concat", "concatenate", "stack", "vstack") and isinstance(args[0], list | tuple):
@@ -373,13 +342,13 @@ def _of_one(name: str, of: Expression, args: Arguments, kwargs: Named, result: T
     table = value.dim() == 2 and result.shape[-1:] == value.shape[1:]
     if name == "embedding" and isinstance(args[0], Tensor) and table:
         return rows_of(of, args[0], args[2] if len(args) > 2 else kwargs.get("padding_idx"))
-    if name == "__getitem__" and args[0] is of and table and whole_numbers(args[1]):
+    if name == "getitem" and args[0] is of and table and whole_numbers(args[1]):
         return rows_of(of, args[1].to(value.device) % len(value))  # it may lie on the host
     if name == "index_select" and table and args[0] is of and args[1] in (0, -2):
         return rows_of(of, args[2])
     if len(args) != 2 or kwargs or len(others) != 1 or result.shape != value.shape:
         return None
-    if (name in SHIFTS and args[0] is of) or name in ("add", "__add__", "__radd__"):
+    if (name in SHIFTS and args[0] is of) or name in ("add", "radd"):
         return unchanged(of)
     other = others[0]
     along = not isinstance(other, Tensor) or other.numel() == 1 or value.numel() != other.numel()

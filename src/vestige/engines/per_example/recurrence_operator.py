@@ -31,8 +31,8 @@ def recurrence(
     mode: str,
     entering: Sequence[Tensor],
     state: State | None,
-    recurrent: Sequence[tuple[Any, Any]],
-    projections: Sequence[Any],
+    recurrent: Sequence[tuple[Tensor, Tensor | None]],
+    projections: Sequence[Tensor],
     going: Tensor | None,
 ) -> tuple[list[Tensor], State]:
     """One layer, of torch's `mode`: its outputs [rows, steps, width], one for each direction, and its last state.
@@ -45,8 +45,12 @@ def recurrence(
     mask = None if going is None else _in_time([going] * len(entering))
     hidden, cells = (None, None) if state is None else (*(part.to(inputs.dtype) for part in state), None)[:2]
     weight, bias, projection = (
-        None if each[0] is None else torch.stack([one.detach() for one in each]).to(inputs.dtype)
-        for each in ([own for own, _ in recurrent], [shift for _, shift in recurrent], projections or [None])
+        torch.stack([one.detach() for one in each]).to(inputs.dtype) if each else None
+        for each in (
+            [own for own, _ in recurrent],
+            [shift for _, shift in recurrent if shift is not None],
+            projections,
+        )
     )
     plain = inputs.detach()
     first = [None if each is None else each.detach() for each in (hidden, cells)]
@@ -71,7 +75,7 @@ def _in_time(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([first, *(part.flip(0) for part in others)], dim=1)
 
 
-def _tapped(output: Tensor, input: Tensor, weight: Any, bias: Any) -> Tensor | None:
+def _tapped(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Where the gradient of a linear map inside the loop arrives; None if nothing of it is trained."""
     if not torch.is_grad_enabled() or not any(isinstance(each, TrackedParameter) for each in (weight, bias)):
         return None
@@ -82,8 +86,18 @@ class _Recurrence(torch.autograd.Function):
     """The states that the loop gave, and its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, mode: str, inputs: Any, hidden: Any, cells: Any, weight: Any, *others: Any) -> Any:
-        projection, mask, count, *rest = others
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        mode: str,
+        inputs: Tensor,
+        hidden: Tensor | None,
+        cells: Tensor | None,
+        weight: Tensor,
+        projection: Tensor | None,
+        mask: Tensor | None,
+        count: int,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
         saved, ctx.mode = rest[:count], mode
         ctx.save_for_backward(weight, projection, mask, *saved)
         ctx.set_materialize_grads(False)
@@ -92,26 +106,18 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, signal: Tensor | None, last: Tensor | None = None) -> Any:
+    def backward(  # type: ignore[override]
+        ctx: Any, signal: Tensor | None, last: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         weight, projection, mask, *saved = ctx.saved_tensors
         if signal is None:
             signal = torch.zeros_like(saved[0][1:])
         found = torch.ops.vestige.recurrence_backward(ctx.mode, signal, last, weight, projection, mask, saved)
-        inputs, gates, hidden, cells, projected = _named(ctx.mode, projection is not None, found)
-        directions = weight.shape[0]
-        uses = [gates[:, direction].transpose(0, 1) for direction in range(directions)]
-        if projected is not None:
-            uses += [projected[:, direction].transpose(0, 1) for direction in range(directions)]
-        back = (None, inputs, hidden, cells, *[None] * (4 + len(saved)), *uses)
+        gates, hidden = found[1:3] if ctx.mode == "GRU" else found[:2]
+        cells = found[2] if ctx.mode == "LSTM" else None
+        uses = [each.transpose(0, 1) for part in (gates, *found[3:]) for each in part.unbind(1)]
+        back = (None, found[0], hidden, cells, *[None] * (4 + len(saved)), *uses)
         return tuple(each if wanted else None for each, wanted in zip(back, ctx.needs_input_grad, strict=True))
-
-
-def _named(mode: str, projects: bool, found: Sequence[Tensor]) -> Sequence[Any]:
-    """Gradients of what enters, of the recurrent map's output, of the first state and cells, of projected states."""
-    if mode == "GRU":
-        return found[0], found[1], found[2], None, None
-    cells = found[2] if mode == "LSTM" else None
-    return found[0], found[0], found[1], cells, found[3] if projects else None
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------
@@ -172,7 +178,13 @@ def _added(entering: Tensor, shift: Tensor) -> Tensor:
 
 
 def _lstm(
-    states: Tensor, memory: Tensor, gates: Tensor, candidates: Tensor, weight: Tensor, projection: Any, keep: Any
+    states: Tensor,
+    memory: Tensor,
+    gates: Tensor,
+    candidates: Tensor,
+    weight: Tensor,
+    projection: Tensor | None,
+    keep: Sequence[Tensor] | None,
 ) -> None:
     """Gates are enter, forget, candidate, leave, as torch has them; the third is left aside once it is a candidate."""
     hidden, cells, parts = states.unbind(0), memory.unbind(0), gates.unflatten(-1, (4, -1))
@@ -193,7 +205,13 @@ def _lstm(
 
 
 def _gru(
-    states: Tensor, entering: Tensor, gates: Tensor, inside: Tensor, weight: Tensor, shift: Tensor, keep: Any
+    states: Tensor,
+    entering: Tensor,
+    gates: Tensor,
+    inside: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    keep: Sequence[Tensor] | None,
 ) -> None:
     """Gates are reset, update, candidate; `inside` is what the hidden state adds to them."""
     hidden, width = states.unbind(0), states.shape[-1]
@@ -210,7 +228,7 @@ def _gru(
             torch.where(keep[step], after, hidden[step], out=after)
 
 
-def _rnn(mode: str, states: Tensor, gates: Tensor, weight: Tensor, keep: Any) -> None:
+def _rnn(mode: str, states: Tensor, gates: Tensor, weight: Tensor, keep: Sequence[Tensor] | None) -> None:
     hidden, bounded = states.unbind(0), torch.tanh if mode == "RNN_TANH" else torch.relu
     for step, gate in enumerate(gates.unbind(0)):
         after = bounded(gate.baddbmm_(hidden[step], weight))
@@ -235,7 +253,8 @@ def _backward(
     going: Tensor | None,
     saved: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients as `_named` has them, of the gradients of all states, and of the last cells.
+    """Gradients of what enters, of the recurrent map's output where that is another one (GRU), of the first state, of
+    the first cells and of projected states (LSTM); from those of all states, and of the last cells.
 
     Derivatives of a step by its gates are numbers in the same place: they are made for all steps at once, and the loop
     multiplies by them.

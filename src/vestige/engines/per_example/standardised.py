@@ -21,13 +21,8 @@ from torch.func import vjp, vmap
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradient_forms import Dense, Gradient, Place, contiguous_strides, memory_order, wide
 from vestige.engines.per_example.parameter_expressions import Expression, Pulled, Whole, quietly
-from vestige.engines.per_example.parameter_functions import Derived, View, by_vjp
+from vestige.engines.per_example.parameter_functions import ELEMENTWISE, Derived, View, by_vjp
 
-NUMBER_BY_NUMBER = frozenset(
-    {"add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "neg", "__add__", "__radd__"}
-    | {"__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__", "pow"}
-    | {"square", "sqrt", "rsqrt", "reciprocal", "clamp", "clamp_min", "maximum"}
-)
 OVER_A_FILTER = frozenset({"var_mean", "std_mean", "var", "std", "mean", "sum", "norm", "linalg_vector_norm"})
 
 
@@ -209,7 +204,7 @@ def _split(node: Expression, shape: torch.Size, weights: set[Whole], scales: dic
     if node.value.shape == (shape[0], *[1] * (len(shape) - 1)) != shape:
         scales[node] = None
         return True
-    by_number = node.name in NUMBER_BY_NUMBER and node.value.shape == shape
+    by_number = node.name in ELEMENTWISE and node.value.shape == shape
     return by_number and all(_split(each, shape, weights, scales) for each in node.of)
 
 
@@ -221,4 +216,4 @@ def _filter_by_filter(node: Expression, weight: Whole, shape: torch.Size) -> boo
     if not isinstance(node, Derived) or len(own) != len(shape) or own[0] != shape[0]:
         return False
     reduced = node.name in OVER_A_FILTER and set(own[1:]) == {1}
-    return (reduced or node.name in NUMBER_BY_NUMBER) and all(_filter_by_filter(n, weight, shape) for n in node.of)
+    return (reduced or node.name in ELEMENTWISE) and all(_filter_by_filter(n, weight, shape) for n in node.of)

@@ -1,8 +1,8 @@
 """How is a model run so that a backward pass leaves every example's gradient in factored form, and no weight's?
 
 For the length of a pass its trainable parameters are proxies (`uses`), and modules that torch runs as one operation are
-spelled out (`sequences`). Because a tap saves through autograd, activation checkpointing drops and recomputes what it
-saved like anything else.
+spelled out (`composite_layers`). Because a tap saves through autograd, activation checkpointing drops and recomputes
+what it saved like anything else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from vestige.engines.per_example.parameter_expressions import ANCHOR, Environmen
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Of inputs, without the axis of examples."""
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
 Rows = Sequence[Tensor]
@@ -37,11 +35,22 @@ class Taps:
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout = model, layout
-        self._holders = _holders(model, layout)
-        found = ((module, composite_of(module)) for module in model.modules())
-        self.ruled = _under_rules(model, layout)
+        names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
+        self._holders: dict[str, list[Holder]] = {name: [] for name in names.values()}
+        """Every place that holds a parameter of the layout: several, where weights are tied."""
+        self.ruled: dict[str, str] = {}
         """Parameters whose gradients a rule of the user's makes: by name, the class that has it."""
-        self._spelled = [(vars(module), partial(forward, module)) for module, forward in found if forward is not None]
+        self._spelled: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if id(parameter) in names:
+                    self._holders[names[id(parameter)]].append((module._parameters, key))
+            if registered(module):
+                own = (names.get(id(parameter)) for parameter in module.parameters())
+                self.ruled |= {name: type(module).__name__ for name in own if name is not None}
+            forward = composite_of(module)
+            if forward is not None:
+                self._spelled.append((vars(module), partial(forward, module)))
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:
@@ -99,25 +108,21 @@ class Proved:
     ) -> dict[str, list[Gradient]]:
         """The gradients of `weight` times each example's losses, which has `views` rows side by side; or of each row's
         own weight."""
-        tracker = self.tracker
-        for promoting in (True, False):
-            tracker.promoted = 0
-            try:
-                return self._gradients(tracker, promoting, losses, rows, environment, views, weight)
-            except (NotApart, UnsupportedUse, TypeError):
-                if not tracker.promoted:
-                    raise
-        raise AssertionError("without promotions nothing is tried again")
+        try:
+            return self._gradients(losses, rows, environment, views, weight, promoting=True)
+        except (NotApart, UnsupportedUse, TypeError):
+            if not self.tracker.promoted:
+                raise
+        return self._gradients(losses, rows, environment, views, weight, promoting=False)
 
     def _gradients(
         self,
-        tracker: Tracker,
-        promoting: bool,
         losses: Callable[[Rows, Tracker], Tensor],
         rows: Rows,
         environment: Environment,
         views: int,
         weight: float | Tensor,
+        promoting: bool,
     ) -> dict[str, list[Gradient]]:
         found: dict[str, list[Gradient]] = {}
 
@@ -126,11 +131,11 @@ class Proved:
                 found.setdefault(name, []).append(gradient)
 
         self._batches += 1
-        examples = len(rows[0]) // views
+        tracker, examples = self.tracker, len(rows[0]) // views
         rows = [part.clone() if part.untyped_storage().nbytes() != part.nbytes else part for part in rows]
         for part in rows:
             tracker.label_rows(part, examples, self._batches, views)
-        tracker.expected = (examples, self._batches) if promoting else None
+        tracker.expected, tracker.promoted = (examples, self._batches) if promoting else None, 0
         now = Pass(examples, environment, tracker, deliver)
         try:
             with self.taps.watching(now), torch.enable_grad(), tracker:
@@ -171,32 +176,6 @@ def gradients(each: Sequence[dict[str, list[Gradient]]], like: Tensor) -> dict[s
             uses.setdefault(name, []).extend(parts)
     with torch.no_grad(), full_precision(like):
         return {name: combine(parts) for name, parts in uses.items()}
-
-
-def shapes_of(batch: Sequence[Tensor]) -> Shapes:
-    return tuple(tuple(part.shape[1:]) for part in batch)
-
-
-def _holders(model: nn.Module, layout: Layout) -> dict[str, list[Holder]]:
-    """Every place that holds a parameter of the layout: several, where weights are tied."""
-    names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
-    holders: dict[str, list[Holder]] = {name: [] for name in names.values()}
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if id(parameter) in names:
-                holders[names[id(parameter)]].append((module._parameters, key))  # type: ignore[arg-type]
-    return holders
-
-
-def _under_rules(model: nn.Module, layout: Layout) -> dict[str, str]:
-    names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
-    return {
-        names[id(parameter)]: type(module).__name__
-        for module in model.modules()
-        if registered(module)
-        for parameter in module.parameters()
-        if id(parameter) in names
-    }
 
 
 def eagerly() -> AbstractContextManager[object]:

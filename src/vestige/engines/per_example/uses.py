@@ -1,4 +1,4 @@
-"""How is every use of a trainable parameter seen? The parameter is a proxy: whatever function takes it tells us first.
+"""How is every use of a trainable parameter seen? The parameter is a proxy that every function of torch calls first.
 
 Modules need not be known for that: an RMSNorm, a LayerScale or a tied head is recognised by what it computes.
 """
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 from operator import itemgetter
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from vestige.engines.per_example.gradient_forms import Dense, Place, contiguous_strides
 from vestige.engines.per_example.parameter_expressions import (
     LARGEST,
+    Arguments,
     Axis,
     Expression,
+    Named,
     Pass,
     Pulled,
     Whole,
@@ -36,7 +39,7 @@ from vestige.engines.per_example.parameter_functions import Derived, expressed
 from vestige.engines.per_example.rules import RULES, Ruled
 from vestige.engines.per_example.standardised import batch_normed, standardised
 
-CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
+CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "retain_grad"})
 """What is read of a parameter without its gradient."""
 
 GIVEN = frozenset({Tensor.expand, Tensor.repeat, torch.broadcast_to, Tensor.expand_as})
@@ -45,7 +48,10 @@ SAME_ROWS = frozenset({F.group_norm, F.instance_norm})
 """Functions whose output has its rows where the input has them."""
 WRITES = (Tensor.__setitem__, Tensor.index_put_)
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
-MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
+
+
+Function = Callable[..., Any]
+"""A function of torch's."""
 
 
 class UnsupportedUse(Exception):
@@ -60,7 +66,7 @@ class TrackedParameter(Tensor):
     part_of: tuple[TrackedParameter, Any] | None = None
     """Whose part it is, and which."""
 
-    def becomes(self, other: Any) -> None:
+    def becomes(self, other: object) -> None:
         """It was changed in place, and so was what it is a part of."""
         if not isinstance(other, TrackedParameter):
             raise UnsupportedUse(f"something of each example is written into a function of {self.expression.names[0]}")
@@ -68,7 +74,7 @@ class TrackedParameter(Tensor):
         if self.part_of is not None:
             whole, index = self.part_of
             self._holds(other)  # so that the whole may be changed
-            whole.becomes(_written(whole, other, index))
+            whole.becomes(_written(whole, index, other))
             made = cast(TrackedParameter, whole[index])
         self._holds(made)
         for part in parts:
@@ -82,8 +88,8 @@ class TrackedParameter(Tensor):
         self.now.hold(self)
 
     def _parts(self) -> list[TrackedParameter]:
-        """The parts of it that somebody holds, and their parts. What is a view of it otherwise would not change with
-        it."""
+        """The parts of it that are alive, and their parts. Other views of it would not change with it, and are
+        refused."""
         mine = [self, *self._wholes()]
         found: list[tuple[int, TrackedParameter]] = []
         for each in self.now.held(self):
@@ -114,7 +120,7 @@ class TrackedParameter(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls, function: Function, types: object, args: Arguments = (), kwargs: Named | None = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], TrackedParameter) else None
@@ -133,23 +139,16 @@ class TrackedParameter(Tensor):
         elif function in WRITES and first is None and len(args) == 3 and isinstance(args[2], TrackedParameter):
             _put(*args)
             return args[0] if function is Tensor.index_put_ else None
-        if first is None and args and isinstance(args[0], Tensor) and function not in RULES:
-            anew = _plain_form(_name(function))
-            if anew is not None:  # a product needs what is changed as it was, for its backward pass
-                before = args[0] if anew in (Tensor.add, Tensor.sub) else args[0].clone()
-                return args[0].copy_(anew(before, *args[1:], **kwargs))
-        anew = None if first is None else _out_of_place(_name(function), first.expression)
-        if first is not None and anew is not None:
-            made = anew(*args, **kwargs)
-            first.becomes(made)
-            return first if isinstance(made, TrackedParameter) else made
+        name = _name(function)
+        if name in IN_PLACE or name in MADE_ANEW or (name.endswith("_") and not name.endswith("__")):
+            return _changed_in_place(name, *args, **kwargs)
         made = _use(function, args, kwargs)
         if function is Tensor.__getitem__ and first is not None and isinstance(made, TrackedParameter):
             made.part_of = (first, args[1]) if _plainly(args[1]) else None
         return made
 
 
-def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _given_to_each(args: Arguments, kwargs: Named) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of attention, such as a bias by distance that parameters make: each example gets a copy of its own,
     where its gradient is seen."""
     others = [
@@ -167,39 +166,38 @@ def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[An
 
 
 def _standardising(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Any:
+) -> TrackedParameter | None:
     """A weight that is standardised by batch norm, as one example whose channels are its filters; None for any other
     use of batch norm."""
-    expression = getattr(input, "expression", None)
-    if not training or running_mean is not None or running_var is not None or not isinstance(expression, Derived):
+    expression = input.expression if isinstance(input, TrackedParameter) else None
+    view = expression.view if isinstance(expression, Derived) else None
+    if expression is None or view is None or not training or running_mean is not None or running_var is not None:
         return None
-    view = expression.view
-    if view is None:
-        return None
+    now = cast(TrackedParameter, input).now
     shape, root = tuple(input.shape), view.root
     if not isinstance(root, Whole) or view.place != Place(shape, contiguous_strides(shape)):
         return None
     gains = [each.expression if isinstance(each, TrackedParameter) else each for each in (weight, bias)]
     others = [one for each in gains if isinstance(each, Expression) for one in each.parameters]
-    if any(isinstance(each, Tensor) and input.now.tracker.labels.get(each) is not None for each in gains):
+    if any(isinstance(each, Tensor) and now.tracker.labels.get(each) is not None for each in gains):
         return None
     if shape[:2] != (1, view.shape[0]) or prod(shape) != prod(view.shape) or root in others:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         gain, shift = map(value_of, gains)
         output = F.batch_norm(expression.value, None, None, gain, shift, True, momentum, eps)
-        return TrackedParameter.of(batch_normed(root, view.shape, output, gains[0], gains[1], eps), input.now)
+        return TrackedParameter.of(batch_normed(root, view.shape, output, gains[0], gains[1], eps), now)
 
 
-def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropped(input: TrackedParameter, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """A function of parameters with numbers left out, the same for all examples: drawn once, as they are needed on the
     way back too. In place it would change what the function was made of."""
     return input * F.dropout(torch.ones_like(input.expression.value), p, training) if training and p else input
@@ -244,7 +242,7 @@ def _put(into: Tensor, index: Any, given: TrackedParameter) -> None:
     into[index] = everywhere if part else everywhere[index]
 
 
-def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Tensor | None = None) -> Any:
+def _use(function: Function, args: Arguments, kwargs: Named, like: Tensor | None = None) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         name = _name(function)
         watched: list[TrackedParameter] = []
@@ -280,9 +278,9 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Tenso
 
 
 def require_no_function() -> None:
-    """A parameter inside an autograd function is differentiated where nobody watches: its gradient would be lost.
+    """The backward pass of an autograd.Function is not tracked: the gradient of a parameter inside would be lost.
     Reentrant checkpointing is such a function, too."""
-    frame: Any = sys._getframe(1) if not torch.is_grad_enabled() else None
+    frame: FrameType | None = sys._getframe(1) if not torch.is_grad_enabled() else None
     while frame is not None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if name == "forward" and file.endswith("torch/utils/checkpoint.py"):
@@ -294,9 +292,7 @@ def require_no_function() -> None:
         frame = frame.f_back
 
 
-def _ruled(
-    function: Any, name: str, watched: Sequence[TrackedParameter], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Ruled:
+def _ruled(function: Function, name: str, watched: Sequence[TrackedParameter], args: Arguments, kwargs: Named) -> Ruled:
     try:
         return RULES[function](*args, **kwargs) if function in RULES else None
     except TypeError as problem:
@@ -304,46 +300,45 @@ def _ruled(
         raise UnsupportedUse(f"{name} of {', '.join(names)}: {problem}") from problem
 
 
-def _plainly(index: Any) -> bool:
+def _plainly(index: object) -> bool:
     """Whether what is chosen so is a part of the tensor itself, not a copy."""
     each = index if type(index) is tuple else (index,)
     return all(one is None or one is Ellipsis or type(one) in (int, slice) for one in each)
 
 
-def _out_of_place(name: str, changed: Expression) -> Any:
-    """What makes anew what a function of the first argument, which is one of parameters, changes in place; None if it
-    changes nothing. What was changed is needed as it was."""
-    in_place = name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    if not in_place:
-        return None
-    anew, view = _plain_form(name), changed.view if isinstance(changed, Derived) else None
-    if anew is None or isinstance(changed if view is None else view.root, Whole):
-        raise UnsupportedUse(f"{name} changes {changed.names[0]} in place")
-    return anew
+def _changed_in_place(name: str, changed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What a function gives that changes its first argument in place. It is made anew: what was changed is needed as it
+    was, for a backward pass."""
+    tracked = changed if isinstance(changed, TrackedParameter) else None
+    anew: object = MADE_ANEW.get(name) or getattr(Tensor, IN_PLACE.get(name, name[:-1]), None)
+    root = None if tracked is None else tracked.expression
+    if isinstance(root, Derived) and root.view is not None:
+        root = root.view.root
+    if not callable(anew) or isinstance(root, Whole):
+        raise UnsupportedUse(f"{name} changes {'a tensor' if root is None else root.names[0]} in place")
+    if tracked is None:
+        before = changed if anew in (Tensor.add, Tensor.sub) else changed.clone()
+        return changed.copy_(anew(before, *args, **kwargs))
+    tracked.becomes(anew(tracked, *args, **kwargs))
+    return tracked
 
 
-def _plain_form(name: str) -> Any:
-    """What makes anew what a function of that name changes in place; None if it changes nothing, or none is known."""
-    if name == "__setitem__":
-        return lambda whole, index, part: _written(whole, part, index)
-    if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        return MADE_ANEW.get(name) or getattr(Tensor, IN_PLACE.get(name, name[:-1]), None)
-    return None
-
-
-def _written(whole: Any, part: Any, index: Any) -> Any:
+def _written(whole: Tensor, index: Any, part: Tensor) -> Tensor:
     """A copy, with something else in a part of it."""
     if has_torch_function((whole, part)):
-        return handle_torch_function(_written, (whole, part), whole, part, index)
+        return handle_torch_function(_written, (whole, part), whole, index, part)
     made = whole.clone()
     made[index] = part
     return made
 
 
-def _name(function: Any) -> str:
+MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like, "__setitem__": _written}
+
+
+def _name(function: Function) -> str:
     """A function's name, or a property's."""
     name: str = function.__name__
-    return function.__self__.__name__ if name == "__get__" else name
+    return getattr(function, "__self__").__name__ if name == "__get__" else name  # noqa: B009
 
 
 def _opened(argument: Any, watched: list[TrackedParameter], others: list[Tensor]) -> Any:
@@ -367,7 +362,7 @@ def _plain(argument: Any) -> Any:
     return value_of(argument)
 
 
-def _without_rule(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
+def _without_rule(function: Function, name: str, args: Arguments, kwargs: Named, now: Pass) -> Any:
     leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Expression))
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     result = function(*_plain(args), **_plain(kwargs))
@@ -386,7 +381,7 @@ def _without_rule(function: Any, name: str, args: Sequence[Any], kwargs: dict[st
 
 
 def _settle(
-    function: Any,
+    function: Function,
     leaves: list[Any],
     spec: TreeSpec,
     tensors: list[int],
@@ -429,7 +424,7 @@ def _settle(
 
 
 @contextmanager
-def _drawing_nothing(function: Any) -> Iterator[None]:
+def _drawing_nothing(function: Function) -> Iterator[None]:
     """Inside, a function is run once more for its derivative: what it draws would be drawn anew."""
     try:
         with quietly():
@@ -442,7 +437,7 @@ def _drawing_nothing(function: Any) -> Iterator[None]:
         ) from problem
 
 
-def _of_parameters(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
+def _of_parameters(function: Function, name: str, args: Arguments, kwargs: Named, now: Pass) -> Any:
     """A function of parameters alone: each tensor that it gives is tracked again."""
     found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
