@@ -19,10 +19,14 @@ Kwargs = dict[str, Any]
 class Op:
     """One call of an operator: its arguments by name, what it gave, and the labels of its tensors."""
 
-    __slots__ = ("found", "func", "given", "tracker")
+    __slots__ = ("found", "func", "given", "labelled", "tracker")
 
     def __init__(self, tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, found: Any) -> None:
         self.tracker, self.func, self.found = tracker, func, found
+        flat = [one for each in (*args, *kwargs.values()) for one in (each if type(each) in (list, tuple) else (each,))]
+        labels = [(each, tracker.labels.get(each)) for each in flat if isinstance(each, Tensor)]
+        self.labelled: list[tuple[Tensor, Any]] = [(tensor, label) for tensor, label in labels if label is not None]
+        """The arguments with a label, lists of them included. A rule sees no mixed ones."""
         self.given = {
             name: args[place] if place < len(args) else default for place, (name, default) in enumerate(_names(func))
         }
@@ -51,10 +55,6 @@ class Op:
         """Whether none of these arguments depends on an example: weights, statistics, tables."""
         return all(self.label(name) is None for name in names)
 
-    def labelled(self) -> list[tuple[Tensor, Rows]]:
-        """The tensors that are rows, lists of them included."""
-        return labelled_tensors(self.tracker, tuple(self.given.values()), {})  # type: ignore[return-value]
-
     def meet(self, *labels: Label | None) -> Label | None:
         """One label for all: they must be the same."""
         found: Rows | None = None
@@ -74,12 +74,12 @@ class Op:
         """The label, unless these axes, along which numbers are combined, are the examples'."""
         return self.mixed() if isinstance(label, Rows) and label.axis in dims else label
 
-    def broadcast(self, shape: Sequence[int], tensors: Sequence[Any]) -> Label | None:
-        """The label of a function of numbers in the same place."""
+    def broadcast(self, shape: Sequence[int], names: Collection[str] | None = None) -> Label | None:
+        """The label of a function of numbers in the same place, of all arguments or of these."""
+        chosen = None if names is None else [self.given.get(name) for name in names]
         found: Rows | None = None
-        for tensor in tensors:
-            label = self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None
-            if label is None or isinstance(label, Mixed):
+        for tensor, label in self.labelled:
+            if chosen is not None and not any(tensor is each for each in chosen):
                 continue
             axis = label.axis + len(shape) - tensor.dim()
             if shape[axis] != tensor.shape[label.axis] and label.count > 1:
@@ -108,12 +108,6 @@ def _names(func: OpOverload) -> tuple[tuple[str, Any], ...]:
     """Of the arguments in the schema, with their defaults."""
     arguments = func._schema.arguments
     return tuple((each.name, each.default_value if each.has_default_value() else None) for each in arguments)
-
-
-def labelled_tensors(tracker: Tracker, args: Args, kwargs: Kwargs) -> list[tuple[Tensor, Label]]:
-    flat = [one for each in (*args, *kwargs.values()) for one in (each if isinstance(each, list | tuple) else (each,))]
-    found = [(each, tracker.labels.get(each)) for each in flat if isinstance(each, Tensor)]
-    return [(tensor, label) for tensor, label in found if label is not None]
 
 
 def outputs_of(found: Any) -> Sequence[Any]:

@@ -158,12 +158,12 @@ def _inverse(op: Op) -> Label | None:
 
 def _in_one_order(op: Op) -> Label | None:
     """Numbers in the same place, of examples in the same order."""
-    labels = [label for _, label in op.labelled()]  # type: ignore[misc]
+    labels = [label for _, label in op.labelled]  # type: ignore[misc]
     first = labels[0]
     same = isinstance(first, Permuted) and all(
         isinstance(each, Permuted) and (each.rows, each.owners) == (first.rows, first.owners) for each in labels
     )
-    shaped = isinstance(op.found, Tensor) and all(tensor.shape == op.found.shape for tensor, _ in op.labelled())
+    shaped = isinstance(op.found, Tensor) and all(tensor.shape == op.found.shape for tensor, _ in op.labelled)
     return first if same and shaped else None
 
 

@@ -28,7 +28,7 @@ from vestige.engines.example_axis.labels import (
     mixed,
     spared,
 )
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, labelled_tensors, outputs_of
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, sorted_examples
 
 MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_add_", "index_put", "_index_put_impl_")
@@ -46,9 +46,9 @@ def ruled(labeller: Labeller) -> Rule:
 
     def rule(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         found = func(*args, **kwargs)
-        arguments = [label for _, label in labelled_tensors(tracker, args, kwargs)]
-        problem = first_mixed(arguments)
         op = Op(tracker, func, args, kwargs, found)
+        arguments = [label for _, label in op.labelled]
+        problem = first_mixed(arguments)
         given: Given
         if problem is not None:
             given = problem.plain()
@@ -108,24 +108,23 @@ def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def pointwise(op: Op) -> Given:
-    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-    return [op.broadcast(each.shape, tensors) if isinstance(each, Tensor) else None for each in op.outputs]
+    return [op.broadcast(each.shape) if isinstance(each, Tensor) else None for each in op.outputs]
 
 
 def copied(op: Op) -> Label | None:
-    return op.broadcast(op["self"].shape, [op["src"]])
+    return op.broadcast(op["self"].shape, ["src"])
 
 
 def overwritten(op: Op) -> Label | None:
     """Filled with a number, or with draws of chances that may be rows; earlier values are overwritten."""
-    return op.broadcast(op["self"].shape, [op.given.get("value"), op.given.get("p")])
+    return op.broadcast(op["self"].shape, ["value", "p"])
 
 
 def loss(op: Op) -> Given:
     """A loss of numbers in the same place: rows without a reduction, everybody's with one."""
     if op["reduction"] == 0:
         return pointwise(op)
-    label = op.broadcast(op["self"].shape, [op["self"], op["target"]])
+    label = op.broadcast(op["self"].shape, ["self", "target"])
     if op["reduction"] == 1 and isinstance(label, Rows):
         op.tracker.averaged.add(op["self"].numel() // label.count)
     return op.mixed("is a reduction over the batch")
@@ -192,7 +191,7 @@ def reduced(op: Op) -> Given:
 
 def along(op: Op) -> Given:
     """Numbers along an axis are combined, and the axis stays; backward too, of several tensors of one rank."""
-    rows = op.labelled()
+    rows = op.labelled
     dims = op["dims"] if "dims" in op.given else op.given.get("dim")
     return op.off(op.meet(*(label for _, label in rows)), _dims(dims, rows[0][0].dim()))
 
@@ -203,7 +202,7 @@ def sorted_along(op: Op) -> Given:
 
 def apart(op: Op, axes: int) -> Given:
     """Each entry of the first so many axes is taken by itself, of all tensors that have examples."""
-    rows = op.labelled()
+    rows = op.labelled
     given, label = rows[0][0], op.meet(*(label for _, label in rows))
     if not isinstance(label, Rows):
         return label
@@ -222,14 +221,14 @@ def apart(op: Op, axes: int) -> Given:
 
 
 def first_axis(op: Op) -> Given:
-    return apart(op, 1) if max(each.dim() for each, _ in op.labelled()) > 1 else op.mixed()
+    return apart(op, 1) if max(each.dim() for each, _ in op.labelled) > 1 else op.mixed()
 
 
 def last_axes(count: int) -> Labeller:
     """Each entry of the axes before the last `count` ones is taken by itself: pools, triangles, matrix functions."""
 
     def labeller(op: Op) -> Given:
-        ranks = {each.dim() for each, _ in op.labelled()}
+        ranks = {each.dim() for each, _ in op.labelled}
         rank = min(ranks)
         if len(ranks) > 1:
             return op.mixed()
@@ -378,7 +377,7 @@ def outer_distances(op: Op) -> Given:
 
 def distances_backward(op: Op) -> Given:
     """The gradient of the first argument of `outer_distances`, by those of all distances of its rows."""
-    rows, rank = op.labelled(), op["x1"].dim()
+    rows, rank = op.labelled, op["x1"].dim()
     label = op.meet(*(label for _, label in rows))
     if not isinstance(label, Rows):
         return label
@@ -423,7 +422,7 @@ def attention(op: Op) -> Given:
     """Queries, keys, values, masks and what comes back: each entry of the first axis by itself."""
     label: Rows | None = None
     rows = op["query"].shape[0]
-    for each, own in op.labelled():
+    for each, own in op.labelled:
         if own.axis or each.dim() < 3 or len(each) != rows:
             return op.mixed()
         if label is not None and own != label:
@@ -457,7 +456,7 @@ def recurrent(op: Op) -> Given:
 
 def recurrence(op: Op) -> Given:
     """All steps of a layer over [steps, directions, rows, width], and back; states are [directions, rows, width]."""
-    label = op.meet(*(own.at(own.axis + 4 - each.dim()) if own.axis >= 0 else own for each, own in op.labelled()))
+    label = op.meet(*(own.at(own.axis + 4 - each.dim()) if own.axis >= 0 else own for each, own in op.labelled))
     if not op.public("weight", "bias", "projection") or (isinstance(label, Rows) and label.axis != 2):
         return op.mixed()
     return [label.at(each.dim() - 2) for each in op.found] if isinstance(label, Rows) else label

@@ -54,8 +54,7 @@ def _rows(axis: Axis, tensor: Tensor) -> Tensor:
 def linear(input: Operand, weight: Operand, bias: Operand | None = None) -> Ruled:
     if isinstance(input, Expression):
         return None
-    output = kernels.linear(input, value_of(weight), value_of(bias))
-    return _known_linear(output, input, weight, bias)
+    return _affine(kernels.linear(input, value_of(weight), value_of(bias)), input, weight, bias)
 
 
 def known_linear(output: Tensor, input: Tensor, weight: Operand, bias: Operand | None = None) -> Tensor:
@@ -66,46 +65,33 @@ def known_linear(output: Tensor, input: Tensor, weight: Operand, bias: Operand |
     raise TypeError("a linear map inside a loop without examples: its gradient would be lost")
 
 
-def _known_linear(output: Tensor, input: Tensor, weight: Operand, bias: Operand | None = None) -> Ruled:
-    saved = (input,) if isinstance(weight, Expression) else ()
+def _affine(output: Tensor, input: Tensor, weight: Operand, bias: Operand | None = None, turned: bool = False) -> Ruled:
+    """`output` is F.linear(input, weight, bias), or of a weight that is `turned`."""
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
-        left = kernels.in_rows(_rows(axis, signal))  # once, for norms and sums
+        rows = kernels.in_rows(_rows(axis, signal))  # once, for norms and sums
         if isinstance(weight, Expression):
-            yield weight, product(left, _rows(axis, saved[0]))
-        if isinstance(bias, Expression):
-            yield bias, Dense(left[:, 0] if left.shape[1] == 1 else wide(left).sum(dim=1))
+            inside = _rows(axis, saved[0])
+            yield weight, product(inside, rows) if turned else product(rows, inside)
+        if isinstance(bias, Expression) and bias.value.shape == rows.shape[2:]:
+            yield bias, Dense(rows[:, 0] if rows.shape[1] == 1 else wide(rows).sum(dim=1))
+        elif isinstance(bias, Expression):
+            yield bias, Dense(_broadcast(bias, axis, wide(signal)))
 
-    return output, saved, settle
+    return output, (input,) if isinstance(weight, Expression) else (), settle
 
 
 def matmul(input: Operand, other: Operand) -> Ruled:
     """input @ other, where the second is a matrix of parameters."""
     if isinstance(input, Expression) or not isinstance(other, Expression) or other.value.dim() != 2 or input.dim() < 2:
         return _stacked_matmul(input, other)
-    return addmm(None, input, other)
+    return _affine(input @ other.value, input, other, turned=True)
 
 
-def addmm(input: Operand | None, mat1: Operand, mat2: Operand, *, beta: float = 1, alpha: float = 1) -> Ruled:
-    """beta * input + alpha * mat1 @ mat2: a linear layer whose weight lies the other way round."""
-    if (
-        isinstance(mat1, Expression)
-        or beta != 1
-        or alpha != 1
-        or (input is not None and not isinstance(input, Expression))
-    ):
+def addmm(input: Operand, mat1: Operand, mat2: Operand, *, beta: float = 1, alpha: float = 1) -> Ruled:
+    if isinstance(mat1, Expression) or not isinstance(input, Expression) or beta != 1 or alpha != 1:
         return None
-    output = mat1 @ value_of(mat2) if input is None else torch.addmm(input.value, mat1, value_of(mat2))
-    saved = (mat1,) if isinstance(mat2, Expression) else ()
-
-    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
-        right = kernels.in_rows(_rows(axis, signal))
-        if isinstance(mat2, Expression):
-            yield mat2, product(_rows(axis, saved[0]), right)
-        if isinstance(input, Expression):
-            yield input, Dense(_broadcast(input, axis, signal))
-
-    return output, saved, settle
+    return _affine(torch.addmm(input.value, mat1, value_of(mat2)), mat1, mat2, input, turned=True)
 
 
 def _stacked_matmul(input: Operand, other: Operand) -> Ruled:
@@ -701,7 +687,7 @@ RULES: dict[Any, Rule] = {
     torch.einsum: einsum,
     Tensor.__getitem__: select,
     routed: _routed,
-    known_linear: _known_linear,
+    known_linear: _affine,
     Tensor.__rpow__: lambda input, other: elementwise(torch.pow, other, input),
     Tensor.__rsub__: lambda input, other: subtract(other, input),
     Tensor.__rtruediv__: lambda input, other: elementwise(torch.div, other, input),
