@@ -6,8 +6,7 @@ Modules need not be known for that: an RMSNorm, a LayerScale or a tied head is r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from operator import itemgetter
@@ -406,6 +405,11 @@ def _settle(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:
+            if "randomness" in str(problem):  # what it draws would be drawn anew
+                raise UnsupportedUse(
+                    f"{_name(function)} draws random numbers, which would be others on the way back: set the dropout "
+                    "in it to 0"
+                ) from None
             raise TypeError(f"does not take one example by itself: {str(problem).splitlines()[0]}") from None
         return tuple(found[place] for place in outputs)
 
@@ -416,25 +420,11 @@ def _settle(
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
     others = [t if axis is None else axis.alone(t) for t, axis in zip(saved, others_axes, strict=True)]
     back = [axis.alone(signal) for axis, signal in zip(axes, signals, strict=True)]
-    with _drawing_nothing(function):
+    with quietly():
         each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in others_axes], 0), chunk_size=chunk)
         found = each(others, back)
     for place, gradients in zip(operands, found, strict=True):
         yield leaves[place], Dense(gradients)
-
-
-@contextmanager
-def _drawing_nothing(function: Function) -> Iterator[None]:
-    """Inside, a function is run once more for its derivative: what it draws would be drawn anew."""
-    try:
-        with quietly():
-            yield
-    except RuntimeError as problem:
-        if "randomness" not in str(problem):
-            raise
-        raise UnsupportedUse(
-            f"{_name(function)} draws random numbers, which would be others on the way back: set the dropout in it to 0"
-        ) from problem
 
 
 def _of_parameters(function: Function, name: str, args: Arguments, kwargs: Named, now: Pass) -> Any:
