@@ -48,7 +48,7 @@ class Theorem:
     """The hockey-stick profile of one occasion."""
     curves: Callable[[Sequence[Any]], Array]
     """The Renyi divergences of one occasion at `rdp.ORDERS`: [questions, orders]."""
-    occasions: Callable[[object, int], int] = lambda question, count: count
+    occasions: Callable[[Any, int], int] = lambda question, count: count
     """On how many occasions at most one example takes part, when the question is asked `count` times."""
     replacing: Callable[[Any], Profile] | None = None
     """The profile of one occasion where an example is replaced by another; None where no theorem gives it."""
