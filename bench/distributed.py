@@ -56,7 +56,7 @@ def held(training: Any) -> int:
 def work(kind: str, method: str, steps: int, rounds: int, device: str, noise: str) -> None:
     """One process: prints its measurements as JSON."""
     import vestige
-    from vestige.processes.unwrap_and_shard import processes
+    from vestige.processes.distributed_setup import processes
 
     grouped = kind != "alone"
     if grouped:

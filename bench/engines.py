@@ -45,7 +45,7 @@ from vestige.mechanism.clipping import Flat, GradientEngine, Transform
 from vestige.optim.memory import HISTORIES, Blend, Identity
 from vestige.randomness.gaussian import add_noise
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum, Release
+from vestige.randomness.sum_and_release_types import BoundedSum, Release
 
 Step = Callable[[], object]
 BOUND, MULTIPLIER, RATE = 1.0, 1.0, 0.1

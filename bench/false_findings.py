@@ -19,7 +19,7 @@ import numpy as np
 from scipy.special import stdtr
 from scipy.stats import beta
 
-from vestige.compare.result_rows import RowKey, judge
+from vestige.compare.aggregate_results import RowKey, judge
 from vestige.compare.statistics import ALPHA, holm
 
 FACTORS = np.log2([0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])

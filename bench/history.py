@@ -19,7 +19,7 @@ import vestige
 from vestige import tasks
 from vestige.layout import Layout, Segment
 from vestige.optim.memory import Blend
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 from vestige.training.loop import accuracy
 
 HISTORIES: tuple[Any, Any] = ("float32", "bfloat16")

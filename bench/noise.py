@@ -27,7 +27,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.registry import make_method
 from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.tasks import models
 
 GOALS = {"CIFAR MLP": 2.0, "ResNet-18 GN": 1.03, "ViT-S": 1.03}

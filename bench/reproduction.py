@@ -30,7 +30,7 @@ import torch
 
 import arena
 import learning_rate
-from vestige.compare import paper_presets, result_rows, run_grid, runner
+from vestige.compare import aggregate_results, paper_presets, run_grid, runner
 from vestige.compare.execute_run import Machine, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
@@ -231,7 +231,7 @@ def render(arguments: argparse.Namespace) -> None:
 
 def _tables(records: Sequence[RunRecord], specification: Specification) -> list[str]:
     """One table per task: a row per contender, a column per budget and kind of rate."""
-    rows = result_rows.rows(records, specification.baseline)
+    rows = aggregate_results.rows(records, specification.baseline)
     lines: list[str] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in rows if row["task"] == task]

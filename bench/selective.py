@@ -35,7 +35,7 @@ from vestige.files import write_json
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
 from vestige.optim.gates import BufferedRejection
-from vestige.optim.phased_decay import PhasedDecay
+from vestige.optim.progress_driven_decay import PhasedDecay
 from vestige.optim.rules import named
 from vestige.training import planning
 from vestige.training.loop import accuracy

@@ -20,7 +20,7 @@ import vestige
 from vestige import accounting
 from vestige.engines.registry import ENGINES
 from vestige.priced_questions import SampledGaussian
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 from vestige.tasks import models
 
 BATCH, EXAMPLES = 200, 5000

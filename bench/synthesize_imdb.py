@@ -294,7 +294,7 @@ def main() -> None:
 
 def audited(job: TextSynthesis, folder: Path) -> None:
     """One more run, with canaries among its texts."""
-    from vestige.audit.one_run import read
+    from vestige.audit.read_one_run_audit import read
 
     out = folder / "audit"
     shutil.rmtree(out, ignore_errors=True)

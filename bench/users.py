@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 from vestige import accounting
-from vestige.tasks.features.wavelets import Scattering
+from vestige.tasks.features.scattering_transform import Scattering
 from vestige.tasks.read_reviews import bag_of_words
 
 EPSILON, DELTA = 8.0, 1e-5

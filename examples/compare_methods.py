@@ -1,6 +1,6 @@
 """Which method is best at one epsilon? A comparison in a folder, as `vestige compare` makes it, from Python."""
 
-from vestige.compare.result_rows import rows
+from vestige.compare.aggregate_results import rows
 from vestige.compare.runner import compare
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.run_records import PrivacyTarget

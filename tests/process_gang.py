@@ -238,9 +238,9 @@ SPOILED = {"clipped by process": _clipped_by_process, "one noise": _noise_by_eve
 def noise(kind: str = "replicated", arithmetic: str = "lattice", width: int = 4000, spoil: bool = False) -> Any:
     """The noise of two questions about nobody, with a secret key: what this process has of it."""
     from vestige.layout import Layout
+    from vestige.processes.distributed_setup import processes
     from vestige.processes.parameter_shards import Shards
     from vestige.processes.sums import ShardedSums, Sums
-    from vestige.processes.unwrap_and_shard import processes
     from vestige.randomness.correlated import Independent
     from vestige.randomness.keys import Randomness
 
@@ -425,8 +425,8 @@ def two_dimensions() -> Any:
 def ask_apart() -> None:
     """Every process asks about another step."""
     from vestige.priced_questions import SampledGaussian
+    from vestige.processes.distributed_setup import processes
     from vestige.processes.ledger import SharedLedger
-    from vestige.processes.unwrap_and_shard import processes
 
     group = processes()
     ledger = SharedLedger(group, None)
@@ -437,7 +437,7 @@ def ask_apart() -> None:
 
 def shares(examples: int, rate: float) -> Any:
     """The examples of a few samples that are this process's."""
-    from vestige.processes.unwrap_and_shard import processes
+    from vestige.processes.distributed_setup import processes
     from vestige.randomness.keys import Randomness
     from vestige.randomness.sampling import Poisson
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vestige.methods.registry import make_method
     from vestige.priced_questions import BudgetSpent
     from vestige.privacy_engine.engine import PrivacyEngine
-    from vestige.recipes.own_data import prepared, recipe
+    from vestige.recipes.train_by_recipe import prepared, recipe
     from vestige.synthesis.api import synthesize
     from vestige.training.loop import Record, accuracy
     from vestige.training.private_statistics import PrivateStatistics, Vocabulary, private_bound, private_statistics
@@ -72,7 +72,7 @@ _MODULES = {
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
     "priced_questions": ("BudgetSpent",),
-    "recipes.own_data": ("prepared", "recipe"),
+    "recipes.train_by_recipe": ("prepared", "recipe"),
     "methods.registry": ("make_method",),
     "synthesis.api": ("synthesize",),
     "training.loop": ("Record", "accuracy"),

@@ -8,8 +8,8 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import binomtest
 
 from vestige import audit
-from vestige.accounting.lower_bounds.attack_rates import roc
 from vestige.accounting.lower_bounds.bounds_from_scores import mu_bounds, one_run_p_value, threshold_bounds
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import roc
 
 REPETITIONS = 1000
 DELTA = 1e-3

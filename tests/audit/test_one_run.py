@@ -7,7 +7,7 @@ from torch import nn
 
 import faults
 import vestige
-from vestige.audit.one_run import read
+from vestige.audit.read_one_run_audit import read
 from vestige.engines.audit_canaries import Canaries, CanaryBatch, PlantedEngine, PlantedExamples
 from vestige.engines.reference import Reference
 from vestige.layout import Layout

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from comparisons import TINY, fake, known
-from vestige.compare import result_rows, run_grid
+from vestige.compare import aggregate_results, run_grid
 from vestige.compare.statistics import seeds_to_tell
 
 
@@ -74,11 +74,14 @@ def test_choosing_and_judging_real_records_says_what_the_simulation_says():
                 r.run.factor: r.score for r in records.values() if (r.run.label, r.run.seed) == (label, 1000 + place)
             }
             expected[label][seed] = at[max(scores, key=scores.get)] + 0.001 * seed
-    made = {row["method"]: row for row in result_rows.rows(records.values(), "dp-sgd")}
+    made = {row["method"]: row for row in aggregate_results.rows(records.values(), "dp-sgd")}
     for label, values in expected.items():
         assert made[label]["mean"] == pytest.approx(np.mean(list(values.values())))
-    judged = result_rows.judge(
-        {result_rows.RowKey("digits-mlp", "epsilon 3", "tuned", label): values for label, values in expected.items()},
+    judged = aggregate_results.judge(
+        {
+            aggregate_results.RowKey("digits-mlp", "epsilon 3", "tuned", label): values
+            for label, values in expected.items()
+        },
         "dp-sgd",
     )
     ((_, verdict),) = judged.items()

@@ -16,7 +16,7 @@ import pytest
 
 import vestige
 from comparisons import AUTO, TINY, fake
-from vestige.compare import result_rows, run_grid, runner
+from vestige.compare import aggregate_results, run_grid, runner
 from vestige.compare.execute_run import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
@@ -43,7 +43,7 @@ def test_a_whole_comparison_and_its_continuation(tmp_path):
     runner.compare(tmp_path / "c", TINY)
     assert set(home.runs.iterdir()) == set(before)
     assert sum(path.stat().st_mtime_ns != stamp for path, stamp in before.items()) == 1
-    priced = result_rows.tuning_prices(TINY, run_grid.grid_of(TINY), home.records())
+    priced = aggregate_results.tuning_prices(TINY, run_grid.grid_of(TINY), home.records())
     assert all(row["epsilon_with_tuning"] > row["epsilon_one_run"] for row in priced)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from comparisons import TINY, fake, known
-from vestige.compare import result_rows, run_grid, runner
+from vestige.compare import aggregate_results, run_grid, runner
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender, Problem
 from vestige.compare.summary import reported_records, summarised
@@ -52,7 +52,7 @@ def test_final_runs_wait_for_the_whole_grid_and_use_the_best_of_it():
     second = [run for run in run_grid.due(TINY, grid, records) if run.stage == "tuned"]
     assert {(run.label, run.factor) for run in second} == {("fo", 2.0)}
     assert {run.seed for run in second} == {0, 1, 2}
-    edge = result_rows.choices(TINY, grid, records)
+    edge = aggregate_results.choices(TINY, grid, records)
     assert all(choice["at_edge"] for choice in edge)
     assert [(choice["seed"], choice["tuning_seeds"]) for choice in edge[:3]] == [(0, [1000]), (1, [1001]), (2, [1002])]
 
@@ -104,12 +104,12 @@ def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that
     gone = run_grid.superseded(spec, grid, records)
     assert [each.run.stage for each in records.values() if each.id not in gone] == ["tuning"] * 3
     assert [each.run.stage for each in records.values() if each.id in gone] == ["tuned"] * 3
-    assert result_rows.rows([each for each in records.values() if each.id not in gone], "dp-sgd") == []
+    assert aggregate_results.rows([each for each in records.values() if each.id not in gone], "dp-sgd") == []
     fresh = run_grid.due(spec, grid, records)
     assert {(run.factor, run.seed) for run in fresh} == {(2.0, 0), (2.0, 1), (2.0, 2)}
     records |= {run.id: fake(run, 0.8) for run in fresh}
     assert run_grid.superseded(spec, grid, records) == gone
-    (row,) = result_rows.rows([each for each in records.values() if each.id not in gone], "dp-sgd")
+    (row,) = aggregate_results.rows([each for each in records.values() if each.id not in gone], "dp-sgd")
     assert (row["count"], row["mean"]) == (3, pytest.approx(0.8))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
@@ -157,6 +157,6 @@ def test_a_run_made_with_its_curve_stands_for_the_same_run_without():
     records |= {run.id: fake(run, 0.5) for run in plain}
     other = [replace(run, label="fo", method="fo-dp-sgd") for run in plain]
     records |= {run.id: fake(run, 0.7) for run in other}
-    better, row = result_rows.rows(records.values(), "dp-sgd")
+    better, row = aggregate_results.rows(records.values(), "dp-sgd")
     assert (row["count"], row["mean"], set(row["runs"])) == (3, 0.5, {run.id for run in plain})
     assert better["difference"] == pytest.approx(0.2)

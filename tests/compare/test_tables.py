@@ -12,7 +12,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 from comparisons import TINY, changed, fake, known
-from vestige.compare import result_rows, run_grid, runner
+from vestige.compare import aggregate_results, run_grid, runner
 from vestige.compare.statistics import holm
 from vestige.compare.summary import price_lines
 from vestige.priced_questions import Gaussian
@@ -26,7 +26,7 @@ def test_tables_come_from_raw_records_alone():
     finals = [run for run in run_grid.final_runs(spec, grid, {}) if run.stage == "auto"]
     generator = np.random.default_rng(3)
     records = [fake(run, float(generator.normal(0.8 + 0.1 * (run.label == "fo"), 0.01))) for run in finals]
-    rows = result_rows.rows(records, "dp-sgd")
+    rows = aggregate_results.rows(records, "dp-sgd")
     tests = {}
     for row in rows:
         mine = [r for r in records if r.run.label == row["method"] and r.run.budget.value == row["budget_value"]]
@@ -47,23 +47,25 @@ def test_tables_come_from_raw_records_alone():
         assert row["sentence"].startswith("better than dp-sgd")
         assert base_row["sentence"] == "the baseline"
         assert row["difference"] == pytest.approx(np.mean(ours) - np.mean(base))
-    assert result_rows.rows(list(reversed(records)), "dp-sgd") == rows
+    assert aggregate_results.rows(list(reversed(records)), "dp-sgd") == rows
 
 
 def test_the_correction_is_over_all_rows_that_are_printed():
     """Tasks, budgets and kinds of rate are one family; a row that cannot be tested is not in it."""
     keys = list(product(("t", "u"), ("epsilon 1", "epsilon 3"), ("tuned", "auto", "given")))
     gaps = np.random.default_rng(0).normal(0.01, 0.02, (len(keys), 12))
-    scores = {result_rows.RowKey(*key, "dp-sgd"): dict.fromkeys(range(12), 0.5) for key in keys}
-    scores |= {result_rows.RowKey(*key, "fo"): dict(enumerate(0.5 + gap)) for key, gap in zip(keys, gaps, strict=True)}
-    scores[result_rows.RowKey("v", "epsilon 1", "auto", "fo")] = {0: 0.9}
-    verdicts = result_rows.judge(scores, "dp-sgd")
+    scores = {aggregate_results.RowKey(*key, "dp-sgd"): dict.fromkeys(range(12), 0.5) for key in keys}
+    scores |= {
+        aggregate_results.RowKey(*key, "fo"): dict(enumerate(0.5 + gap)) for key, gap in zip(keys, gaps, strict=True)
+    }
+    scores[aggregate_results.RowKey("v", "epsilon 1", "auto", "fo")] = {0: 0.9}
+    verdicts = aggregate_results.judge(scores, "dp-sgd")
     assert len(verdicts) == len(keys) + 1
-    p = [verdicts[result_rows.RowKey(*key, "fo")].difference.p for key in keys]
-    assert [verdicts[result_rows.RowKey(*key, "fo")].adjusted for key in keys] == holm(p)
-    once = result_rows.judge(scores, "dp-sgd", chosen_once=True)
+    p = [verdicts[aggregate_results.RowKey(*key, "fo")].difference.p for key in keys]
+    assert [verdicts[aggregate_results.RowKey(*key, "fo")].adjusted for key in keys] == holm(p)
+    once = aggregate_results.judge(scores, "dp-sgd", chosen_once=True)
     rest = [(key, each) for key, each in zip(keys, p, strict=True) if key[2] != "tuned"]
-    assert [once[result_rows.RowKey(*key, "fo")].adjusted for key, _ in rest] == holm([each for _, each in rest])
+    assert [once[aggregate_results.RowKey(*key, "fo")].adjusted for key, _ in rest] == holm([each for _, each in rest])
     tuned = [each for key, each in once.items() if key.rate == "tuned"]
     assert all(each.adjusted is None and "; not tested: one choice of the rate" in each.words for each in tuned)
 
@@ -74,7 +76,7 @@ def test_rows_of_rates_chosen_once_are_shown_and_not_tested():
     records = {run.id: fake(run, 0.5) for run in run_grid.tuning_runs(spec, grid)}
     finals = run_grid.due(spec, grid, records)
     records |= {run.id: fake(run, 0.5 + 0.3 * (run.label == "fo") + run.seed / 1e4) for run in finals}
-    for row in result_rows.rows(records.values(), "dp-sgd", chosen_once=True):
+    for row in aggregate_results.rows(records.values(), "dp-sgd", chosen_once=True):
         assert (row["p"], row["p_holm"]) == (None, None)
         assert row["method"] == "dp-sgd" or row["sentence"].startswith("+30.00 points against dp-sgd at epsilon")
         assert row["method"] == "dp-sgd" or row["difference_low"] == pytest.approx(0.3)
@@ -85,7 +87,7 @@ def test_rows_without_runs_or_epsilon_say_so():
     finals = [run for run in run_grid.final_runs(TINY, grid, {}) if run.stage == "auto"]
     records = [fake(run, 0.5, epsilon=None) for run in finals if run.label == "dp-sgd"]
     records += [FailedRun(run, "no valid accountant") for run in finals if run.label == "fo"]
-    rows = {row["method"]: row for row in result_rows.rows(records, "dp-sgd")}
+    rows = {row["method"]: row for row in aggregate_results.rows(records, "dp-sgd")}
     assert rows["dp-sgd"]["epsilon"] is None
     assert rows["fo"]["sentence"] == "every run failed: no valid accountant"
     assert len(rows["fo"]["failed"]) == 3
@@ -95,10 +97,10 @@ def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
     grid = run_grid.tuning_grid(TINY, known())
     tuning = [run for run in run_grid.tuning_runs(TINY, grid) if run.label == "fo"]
     records = [FailedRun(run, "no such budget") for run in tuning]
-    first, second = result_rows.rows(records, "dp-sgd")
+    first, second = aggregate_results.rows(records, "dp-sgd")
     assert first["sentence"] == second["sentence"] == "every run failed: no such budget"
     assert (first["method"], first["rate"], first["mean"]) == ("fo", "tuned", None)
-    assert result_rows.rows([*records[:-1], fake(tuning[-1], 0.5)], "dp-sgd") == [first]
+    assert aggregate_results.rows([*records[:-1], fake(tuning[-1], 0.5)], "dp-sgd") == [first]
 
 
 @pytest.mark.slow
@@ -106,7 +108,7 @@ def test_every_run_that_was_made_is_in_the_price_of_tuning(tmp_path):
     """Six tuning runs and the final one, composed by dp_accounting itself."""
     spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], seeds=(0, 1), tuning_seeds=(10, 11))
     home = runner.compare(tmp_path / "c", spec)
-    (row,) = result_rows.tuning_prices(spec, run_grid.grid_of(spec), home.records())
+    (row,) = aggregate_results.tuning_prices(spec, run_grid.grid_of(spec), home.records())
     assert (row["trials"], row["runs_per_trial"]) == (3, 2)
     accountant = PLDAccountant(value_discretization_interval=1e-4)
     made = [each for each in home.records().values() if each.run.stage == "tuning" and each.run.seed in (12, 13)]
@@ -127,11 +129,13 @@ def test_the_price_of_tuning_is_that_of_the_dearest_seed_and_none_without_a_theo
     cheap, dear = ([{**Gaussian(z).to_json(), "count": 1}] for z in (9.0, 2.0))
     tuning = list(run_grid.tuning_runs(spec, grid))
     records = {run.id: fake(run, 0.5, charged=cheap, epsilon=0.1) for run in tuning}
-    assert result_rows.tuning_prices(spec, grid, records) == []  # no final run yet
+    assert aggregate_results.tuning_prices(spec, grid, records) == []  # no final run yet
     records |= {run.id: fake(run, 0.5, charged=cheap, epsilon=0.7) for run in run_grid.due(spec, grid, records)}
 
     def priced(**change):
-        (row,) = result_rows.tuning_prices(spec, grid, {key: changed(each, **change) for key, each in records.items()})
+        (row,) = aggregate_results.tuning_prices(
+            spec, grid, {key: changed(each, **change) for key, each in records.items()}
+        )
         return row["epsilon_one_run"], row["epsilon_with_tuning"]
 
     def closed(*multipliers):
@@ -144,12 +148,12 @@ def test_the_price_of_tuning_is_that_of_the_dearest_seed_and_none_without_a_theo
     assert priced()[1] == pytest.approx(closed(2.0, *[9.0] * 3), rel=1e-3), "one seed's trial was dearer"
     records[first.id] = FailedRun(first, "out of memory")
     whole = {key: each for key, each in records.items()}
-    (row,) = result_rows.tuning_prices(spec, grid, whole)
+    (row,) = aggregate_results.tuning_prices(spec, grid, whole)
     assert row["epsilon_with_tuning"] == pytest.approx(closed(*[9.0] * 4), rel=1e-3), "a failed trial counts in full"
     odd = replace(first, options={"beta": 0.5})
-    assert result_rows._search_price(records_of(whole, "tuned")[0], [FailedRun(odd, "broke")], {}) is None
+    assert aggregate_results._search_price(records_of(whole, "tuned")[0], [FailedRun(odd, "broke")], {}) is None
     del records[first.id]
-    (row,) = result_rows.tuning_prices(spec, grid, records)
+    (row,) = aggregate_results.tuning_prices(spec, grid, records)
     assert row["epsilon_with_tuning"] == pytest.approx(closed(*[9.0] * 4), rel=1e-3), "of the seeds that are complete"
     assert priced(schedule="filtered") == (0.7, None)
     assert priced(epsilon=None, epsilon_if_noise_were_secret=0.7) == (None, None)

@@ -22,7 +22,7 @@ from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.gradient_transforms import Linear, Term, one_after
-from vestige.optim.probes import Forecast
+from vestige.optim.gradient_query_points import Forecast
 from vestige.tasks.models import StandardisedConv2d
 from vestige.tf32 import without_tf32
 

@@ -17,8 +17,8 @@ from vestige.engines.least_squares_moments import SecondMoments, layout_of
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.methods.registry import METHODS, SOLVERS, make_method
-from vestige.optim.probes import LeastSquares, ridge_solution
-from vestige.randomness.release import Release
+from vestige.optim.gradient_query_points import LeastSquares, ridge_solution
+from vestige.randomness.sum_and_release_types import Release
 from vestige.tasks.models import NARROW, Projection, Unit, network
 from vestige.training.run import Settings, _check_solvable
 from vestige.training.verify import verify

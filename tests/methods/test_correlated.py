@@ -17,8 +17,8 @@ from vestige.methods.registry import make_method
 from vestige.priced_questions import CyclicGaussian, SampledGaussian
 from vestige.randomness import correlated, noise_schedules
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum
 from vestige.randomness.sampling import CyclicPoisson, Poisson
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.training.verify import verify
 
 

@@ -14,8 +14,8 @@ from method_runs import Spy, curator_of, flat, gradients_at
 from vestige.layout import Layout
 from vestige.methods.registry import make_method
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
-from vestige.optim.probes import AlongLastStep
-from vestige.randomness.release import Release
+from vestige.optim.gradient_query_points import AlongLastStep
+from vestige.randomness.sum_and_release_types import Release
 from vestige.training.loop import TrainingState
 
 

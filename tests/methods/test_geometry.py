@@ -20,7 +20,7 @@ from vestige.methods.registry import make_method
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.optimizers.muon import HybridMuon, orthogonalised
 from vestige.priced_questions import SampledGaussian
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 def witnessed(method, **changes):

@@ -24,8 +24,8 @@ from vestige.mechanism.examples import Examples
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, by_group
 from vestige.methods.registry import METHODS, make_method
+from vestige.optim.gradient_query_points import At, Here
 from vestige.optim.memory import Filtered, Identity
-from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
 from vestige.priced_questions import SampledGaussian
 from vestige.randomness.correlated import Independent, White

@@ -12,7 +12,7 @@ from conftest import clip_and_sum, example_gradients, make_toy
 from method_runs import Spy, curator_of, flat, gradients_at
 from vestige.layout import Layout
 from vestige.methods.registry import make_method
-from vestige.optim.probes import Importance
+from vestige.optim.gradient_query_points import Importance
 from vestige.priced_questions import SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson

@@ -26,7 +26,7 @@ from vestige.mechanism.groups import Layers
 from vestige.optim.spectral import memory_by_tail_exponent as spectral
 from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.memory_by_tail_exponent import Spectral, group_exponents
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 from vestige.tasks import models
 from vestige.training.job import Job, load, start
 
@@ -340,7 +340,7 @@ ENDS = """
     from vestige.layout import Layout
     from vestige.optim.spectral import tail_exponent as spectrum
     from vestige.optim.spectral.memory_by_tail_exponent import Spectral
-    from vestige.randomness.release import Release
+    from vestige.randomness.sum_and_release_types import Release
 
     solve = spectrum._solved
     spectrum._solved = lambda *given: (time.sleep(SECONDS), solve(*given))[1]

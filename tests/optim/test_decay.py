@@ -14,7 +14,7 @@ from vestige import accounting
 from vestige.accounting import rdp
 from vestige.accounting.ledger import read
 from vestige.methods.registry import make_method
-from vestige.optim.phased_decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
+from vestige.optim.progress_driven_decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
 from vestige.priced_questions import SampledGaussian, Trial
 from vestige.training.verify import reprice, verify
 
@@ -47,7 +47,7 @@ def test_our_variant_decays_in_steps_that_are_never_below_the_exact_factor():
 
 
 def test_the_epsilon_boundary_stops_the_decay():
-    from vestige.optim.phased_decay import Update
+    from vestige.optim.progress_driven_decay import Update
 
     decay = PhasedDecay(NoisyLosses(), until=2.0)
     heard = {**decay.init(), "below": -1.0, "passed": 0.4, "bound": 1.0}
@@ -88,7 +88,7 @@ def test_the_progress_signal_is_the_maximum_of_the_censored_likelihood():
 
 
 def test_rejections_alone_slow_the_decay_down():
-    from vestige.optim.phased_decay import Update
+    from vestige.optim.progress_driven_decay import Update
 
     decay = PhasedDecay(NoisyLosses())
     update = Update(Script([]), {}, {}, 0, 1, None, noise_std=2.74, threshold=-1.5)

@@ -14,7 +14,7 @@ from conftest import clip_and_sum, example_gradients, make_toy
 from recursions import paper_recursion, paper_weights
 from vestige.layout import Layout, Segment
 from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, Identity, UniformWeights
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 SIZE = 40
 

@@ -25,7 +25,7 @@ from vestige.mechanism.groups import Layers, Patterns
 from vestige.optim.memory import Blend, FractionalWeights
 from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.memory_by_tail_exponent import Spectral, group_exponents
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 from vestige.tf32 import triton_available
 from vestige.training.job import Job, start
 

@@ -12,7 +12,7 @@ from vestige.layout import Layout, Segment
 from vestige.optim import window as room
 from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, UniformWeights
 from vestige.optim.window import Ring, plain_recall
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 from vestige.tf32 import triton_available
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None

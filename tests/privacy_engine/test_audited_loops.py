@@ -13,7 +13,7 @@ import faults
 from loops import LOSS, oracle
 from vestige import PrivacyEngine, build
 from vestige.accounting.ledger import read
-from vestige.audit.one_run import OneRun
+from vestige.audit.read_one_run_audit import OneRun
 from vestige.engines import bookkeeping
 from vestige.processes.sums import Sums
 from vestige.randomness.keys import Randomness

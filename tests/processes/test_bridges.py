@@ -163,7 +163,7 @@ def test_what_accelerate_cannot_do(two, accelerate, case):
 
 
 def test_models_that_accelerate_divides(monkeypatch, accelerate):
-    from vestige.privacy_engine.microbatches import require_known_processes
+    from vestige.privacy_engine.microbatch_queue import require_known_processes
 
     accelerate.Accelerator(cpu=True)
     monkeypatch.setitem(accelerate.state.PartialState._shared_state, "num_processes", 2)

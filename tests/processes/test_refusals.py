@@ -14,8 +14,8 @@ from loops import private
 from vestige.accounting.ledger import LedgerError
 from vestige.cli.errors import SECONDS_FOR_PROCESS_0, fail
 from vestige.priced_questions import BudgetSpent
+from vestige.processes.distributed_setup import unwrapped
 from vestige.processes.group import _portable
-from vestige.processes.unwrap_and_shard import unwrapped
 
 DATA = torch.randn(40, 6), torch.randint(3, (40,))
 

@@ -12,7 +12,7 @@ from scipy import stats
 
 from vestige.randomness import gaussian, lattice
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum
+from vestige.randomness.sum_and_release_types import BoundedSum
 
 SIZE, MULTIPLIER = 10_000, 20.0
 ALLOWED = 0.51

@@ -11,7 +11,7 @@ from scipy import stats
 
 from vestige.randomness.gaussian import PAIRS, add_noise, fill_normal, normal
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.tf32 import triton_available
 
 SIZE = 200_000

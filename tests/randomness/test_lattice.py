@@ -7,7 +7,7 @@ import torch
 from vestige.randomness import lattice, rounded_gaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import STEPS, add_noise, add_steps, charged, coarseness, noised
-from vestige.randomness.release import BoundedSum
+from vestige.randomness.sum_and_release_types import BoundedSum
 
 STREAM = Randomness.reproducible(2).stream
 

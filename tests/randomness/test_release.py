@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 def test_the_norm_of_the_noise():

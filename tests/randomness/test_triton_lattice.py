@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from vestige.randomness import rounded_gaussian as law
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import STEPS, add_noise, charged
-from vestige.randomness.release import BoundedSum
 from vestige.randomness.streams import SecretStream
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.tf32 import triton_available
 
 pytestmark = pytest.mark.skipif(not triton_available(), reason="needs a GPU and Triton")

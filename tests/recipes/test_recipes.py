@@ -14,7 +14,7 @@ from vestige import accounting, tasks
 from vestige.priced_questions import Gaussian, SampledGaussian
 from vestige.recipes import RECIPES, find
 from vestige.recipes.recipe import at
-from vestige.tasks.read_tables import Bounded, Categories, columns_of, encoded_rows, read_table
+from vestige.tasks.encode_tables import Bounded, Categories, columns_of, encoded_rows, read_table
 from vestige.training.job import Job, method_of
 
 

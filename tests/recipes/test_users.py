@@ -5,7 +5,7 @@ import pytest
 from commands import as_json, vestige
 from vestige.accounting import epsilon
 from vestige.priced_questions import GroupedGaussian, SampledGaussian
-from vestige.recipes.rows_or_users import mechanisms
+from vestige.recipes.compare_user_level_mechanisms import mechanisms
 
 SIZES = {"users": 10_000, "rows_per_user": 16, "batch": 1024, "steps": 1000, "epsilon": 4.0, "delta": 1e-6}
 # sample, rows_per_user, cap: noise multiplier, noise of a mean

@@ -13,8 +13,8 @@ from vestige.tasks import models
 from vestige.tasks.features import encoders
 from vestige.tasks.features.cache import cached
 from vestige.tasks.features.encoders import encoded, identity_of
+from vestige.tasks.features.scattering_transform import Scattering
 from vestige.tasks.features.starting_weights import Prior, body, read, start_from
-from vestige.tasks.features.wavelets import Scattering
 from vestige.training.job import Job, start
 
 

@@ -15,7 +15,7 @@ import torch
 from vestige import tasks
 from vestige.tasks import models
 from vestige.tasks.definitions import DEFINITIONS
-from vestige.tasks.features import scattering
+from vestige.tasks.features import cached_scattering_features
 from vestige.tasks.features.starting_weights import Prior, body
 
 SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -366,11 +366,11 @@ def test_scattering_features_are_computed_once(tmp_path, monkeypatch):
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".npy"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "cache").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(scattering, "Scattering", None)
+        patch.setattr(cached_scattering_features, "Scattering", None)
         again = tasks.load("mnist-hf-linear", saved(tmp_path))
     assert torch.equal(first.train[0], again.train[0])
     other = saved(tmp_path, x_train=np.zeros((6, 28, 28), np.uint8))
-    monkeypatch.setattr(scattering, "Scattering", None)
+    monkeypatch.setattr(cached_scattering_features, "Scattering", None)
     with pytest.raises(TypeError):  # other pixels are other features
         tasks.load("mnist-hf", other)
 

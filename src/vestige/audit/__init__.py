@@ -10,7 +10,6 @@ The statistics take scores from any library's runs:
 True
 """
 
-from vestige.accounting.lower_bounds.attack_rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
 from vestige.accounting.lower_bounds.bounds_from_scores import (
     GaussianFit,
     OneRunBound,
@@ -20,6 +19,12 @@ from vestige.accounting.lower_bounds.bounds_from_scores import (
     gaussian_fit,
     one_run_bound,
     one_run_epsilon,
+)
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import (
+    Interval,
+    area_under_curve,
+    clopper_pearson,
+    rate_of_detection,
 )
 from vestige.audit.membership import (
     Success,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vestige import accounting
 from vestige.accounting.ledger import Ledger
-from vestige.accounting.lower_bounds.attack_rates import Interval, area_under_curve
 from vestige.accounting.lower_bounds.bounds_from_scores import epsilon_lower_bound
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import Interval, area_under_curve
 from vestige.assumptions import PRICE_ALONE
 from vestige.audit.canaries import Canary
 from vestige.audit.result import ENOUGH

@@ -16,7 +16,8 @@ from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 
 from vestige import accounting, tasks
-from vestige.accounting.lower_bounds.attack_rates import (
+from vestige.accounting.lower_bounds.bounds_from_scores import best_lower_bound, epsilon_lower_bound, gaussian_fit
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import (
     Array,
     Interval,
     area_under_curve,
@@ -24,7 +25,6 @@ from vestige.accounting.lower_bounds.attack_rates import (
     rate_of_detection,
     roc,
 )
-from vestige.accounting.lower_bounds.bounds_from_scores import best_lower_bound, epsilon_lower_bound, gaussian_fit
 from vestige.audit.canaries import Canary, check_kind, make_canary
 from vestige.audit.made_up_task import NAME, stand_in
 from vestige.audit.result import InAndOut

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from vestige import tasks
-from vestige.accounting.lower_bounds.attack_rates import Array, check_confidence
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import Array, check_confidence
 from vestige.assumptions import PRICE_ALONE
 from vestige.audit import membership
 from vestige.audit.made_up_task import NAME, stand_in

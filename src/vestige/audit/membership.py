@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import minimize
 from scipy.special import expit, log_softmax, logsumexp
 
-from vestige.accounting.lower_bounds.attack_rates import (
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import (
     Array,
     Interval,
     area_under_curve,

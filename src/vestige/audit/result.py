@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from vestige.accounting.lower_bounds.attack_rates import Interval
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import Interval
 from vestige.assumptions import PRICE_ALONE
 from vestige.audit.made_up_task import NAME
 

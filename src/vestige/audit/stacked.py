@@ -21,7 +21,7 @@ from vestige.compare.stacked.mlp import MLP, StackedScales
 from vestige.compare.stacked.stack import Stack
 from vestige.mechanism.clipping import Parameters
 from vestige.optim.learner import Learner
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 class PlantedMLP(MLP):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.accounting.ledger import Ledger
-from vestige.accounting.lower_bounds.attack_rates import Array
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import Array
 from vestige.audit.canaries import Canary
 from vestige.audit.canary_likelihood_ratio import Evidence
 from vestige.engines.reference import Reference, add_clipped

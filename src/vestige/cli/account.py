@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vestige.assumptions import ADJACENCY, PRICE_ALONE
+from vestige.cli.dataclass_flags import with_flags
 from vestige.cli.errors import refuse_others
-from vestige.cli.flag_objects import with_flags
 from vestige.cli.terminal import Json, meant, print_json, stdout
 from vestige.units import Users
 

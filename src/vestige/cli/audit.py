@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from vestige.cli.dataclass_flags import with_flags
 from vestige.cli.errors import refuse_if_given, refuse_others
-from vestige.cli.flag_objects import with_flags
 from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
 from vestige.files import make_folder
 
@@ -371,7 +371,7 @@ def _audit_synthetic(
 
 
 def _audit_run(run: Path, out: Path | None, as_json: bool) -> None:
-    from vestige.audit.one_run import read
+    from vestige.audit.read_one_run_audit import read
 
     found = read(run)
     _write(found, out)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vestige.checks import check_steps
+from vestige.cli.dataclass_flags import with_flags
 from vestige.cli.errors import refuse_if_given, refuse_others, require_trust
-from vestige.cli.flag_objects import with_flags
 from vestige.cli.models.flags import DerivedFlag
 from vestige.cli.run_comparison import (
     AddressFlag,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from vestige.cli.dataclass_flags import with_flags
 from vestige.cli.errors import refuse_if_given
-from vestige.cli.flag_objects import with_flags
 from vestige.cli.terminal import Json, print_json, stderr, stdout
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _for_users(
 ) -> list[dict[str, object]]:
     from dataclasses import asdict
 
-    from vestige.recipes.rows_or_users import mechanisms
+    from vestige.recipes.compare_user_level_mechanisms import mechanisms
 
     sizes = {"users": users, "rows_per_user": rows_per_user, "batch": choice["batch"], "steps": choice["steps"]}
     return [asdict(each) for each in mechanisms(**sizes, epsilon=epsilon, delta=delta)]

@@ -21,7 +21,7 @@ from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
 from vestige.methods.base import Method
 from vestige.methods.registry import as_given, make_method
-from vestige.optim.probes import Here, Probe
+from vestige.optim.gradient_query_points import Here, Probe
 from vestige.priced_questions import Question
 from vestige.randomness.correlated import Noise
 from vestige.randomness.noise_schedules import Schedule

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vestige.budget.spending import Budget
-from vestige.compare import result_rows, run_grid
+from vestige.compare import aggregate_results, run_grid
 from vestige.compare.execute_run import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.payment import paid
@@ -150,7 +150,7 @@ class Meter:
 
     def _best(self, records: Sequence[RunRecord]) -> str:
         """The best final row of the last task and largest budget that has one."""
-        rows = [row for row in result_rows.rows(records, self.specification.baseline) if row["mean"] is not None]
+        rows = [row for row in aggregate_results.rows(records, self.specification.baseline) if row["mean"] is not None]
         if not rows:
             return ""
         last = max(rows, key=lambda row: (row["budget_value"], row["mean"]))

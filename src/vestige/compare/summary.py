@@ -8,7 +8,7 @@ from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
 from vestige.assumptions import weakest
-from vestige.compare import result_rows, run_grid
+from vestige.compare import aggregate_results, run_grid
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.statistics import seeds_to_tell
 from vestige.run_records import completed, failed
@@ -23,7 +23,7 @@ def summarised(folder: ComparisonFolder) -> dict[str, Any]:
     grid = run_grid.grid_of(specification)
     gone = run_grid.superseded(specification, grid, records)
     standing = [record for record in records.values() if record.id not in gone]
-    rows = result_rows.rows(standing, specification.baseline, chosen_once=specification.choose == "once")
+    rows = aggregate_results.rows(standing, specification.baseline, chosen_once=specification.choose == "once")
     tested = sum(row["p_holm"] is not None for row in rows)
     return {
         "folder": str(folder.path),
@@ -33,8 +33,8 @@ def summarised(folder: ComparisonFolder) -> dict[str, Any]:
         "rows": rows,
         "tested": tested,
         "seeds_to_tell": seeds_to_tell(tested) if tested else None,
-        "choices": result_rows.choices(specification, grid, records),
-        "prices": result_rows.tuning_prices(specification, grid, records),
+        "choices": aggregate_results.choices(specification, grid, records),
+        "prices": aggregate_results.tuning_prices(specification, grid, records),
         "failed": [
             {
                 "id": record.id,

@@ -26,11 +26,11 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.captured_uploads import HostTransfers, Sent
 from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import UnsupportedUse
+from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.gradient_transforms import Term, only_mean, terms_of

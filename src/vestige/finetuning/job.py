@@ -34,7 +34,7 @@ from vestige.integrations.model_card import BASE, escaped, model_card
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import as_given, make_method
-from vestige.processes.unwrap_and_shard import processes
+from vestige.processes.distributed_setup import processes
 from vestige.run_records import RunResult
 from vestige.tf32 import check_device
 from vestige.training.loop import Record

@@ -17,7 +17,7 @@ from vestige.checks import check_number
 from vestige.mechanism.loading import rate_of
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
-from vestige.processes.unwrap_and_shard import unwrapped
+from vestige.processes.distributed_setup import unwrapped
 from vestige.renaming import Now, renamed_arguments
 
 if TYPE_CHECKING:

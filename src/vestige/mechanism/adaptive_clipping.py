@@ -13,8 +13,8 @@ from torch import Tensor
 from vestige.checks import check_bound
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, ClipState, Coins, FixedClip, Value, within
-from vestige.randomness.release import Release
 from vestige.randomness.streams import Stream
+from vestige.randomness.sum_and_release_types import Release
 
 
 @dataclass(frozen=True)

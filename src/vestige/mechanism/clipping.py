@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vestige.checks import check_bound
 from vestige.layout import Layout
-from vestige.randomness.release import Release
 from vestige.randomness.streams import Stream
+from vestige.randomness.sum_and_release_types import Release
 
 Loss = Callable[..., Tensor]
 """(outputs, targets...) -> a number, or one for each example."""

@@ -36,8 +36,8 @@ from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness
-from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
+from vestige.randomness.sum_and_release_types import BoundedSum, Release
 from vestige.tf32 import seed_draws
 
 Witness = Callable[[Tensor, Tensor], None]

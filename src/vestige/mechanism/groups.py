@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vestige.checks import check_bound
 from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import Clip, ClipState, FixedClip, Flat, within
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 """Norm layers whose weights may have several dimensions without being matrices."""

@@ -15,8 +15,8 @@ from vestige.mechanism.clipping import Clip, Flat
 from vestige.mechanism.groups import PerGroup, Share
 from vestige.optim.averaging import Average, Last
 from vestige.optim.gates import AlwaysAccept, Gate
+from vestige.optim.gradient_query_points import Here, Probe
 from vestige.optim.memory import Identity, Memory
-from vestige.optim.probes import Here, Probe
 from vestige.optim.rules import Rule, sgd
 from vestige.priced_questions import Question, SampledGaussian
 from vestige.randomness.correlated import Noise, White

@@ -9,7 +9,7 @@ from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, register
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
-from vestige.optim.probes import AlongLastStep, Here, Probe
+from vestige.optim.gradient_query_points import AlongLastStep, Here, Probe
 from vestige.optim.rules import sgd
 
 

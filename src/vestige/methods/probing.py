@@ -8,7 +8,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum, Radius
 from vestige.methods.registry import Neutral, register
-from vestige.optim.probes import AgainstLastRelease, Ascent, Importance, LeastSquares
+from vestige.optim.gradient_query_points import AgainstLastRelease, Ascent, Importance, LeastSquares
 from vestige.optim.rules import sgd
 
 SAM_REFERENCE = "Foret et al., Sharpness-Aware Minimization, ICLR 2021, privately as in Park et al., ICML 2023"

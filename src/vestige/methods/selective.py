@@ -12,7 +12,7 @@ from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, options_of, register
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
-from vestige.optim.phased_decay import (
+from vestige.optim.progress_driven_decay import (
     Decay,
     NoDecay,
     NoisyCount,

@@ -12,7 +12,7 @@ from torch import Tensor
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.optim.memory import Filtered, MemoryState
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.losses.loss_difference import LossDifference
-from vestige.optim.phased_decay import Comparer, Decay, NoDecay, Update
+from vestige.optim.progress_driven_decay import Comparer, Decay, NoDecay, Update
 from vestige.priced_questions import Question, SampledGaussian, Trial
 
 Diagnostics = dict[str, Tensor]

@@ -20,7 +20,7 @@ from vestige.optim.averaging import Average
 from vestige.optim.memory import Memory, MemoryState, Prepares
 from vestige.optim.optimizers.foreach_step import Moves
 from vestige.optim.rules import Rule
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 class Mover(Protocol):

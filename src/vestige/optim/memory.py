@@ -14,7 +14,7 @@ from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.optim.window import Ring, at_once, fused, recall, tempered
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 MemoryState = dict[str, Any]
 """Tensors and integers only, so that it can be checkpointed and rewound."""

@@ -31,7 +31,6 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.captured_uploads import HostTransfers, Sent
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
     SECONDS,
@@ -57,11 +56,12 @@ from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass, full
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
+from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for_certain
-from vestige.privacy_engine.call_arguments import Call
-from vestige.privacy_engine.microbatches import Microbatch
+from vestige.privacy_engine.forward_call_arguments import Call
+from vestige.privacy_engine.microbatch_queue import Microbatch
 from vestige.privacy_engine.row_labels import Tracking
 from vestige.tf32 import without_tf32
 

@@ -38,25 +38,25 @@ from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
 from vestige.priced_questions import BudgetSpent, Question, SampledGaussian
-from vestige.privacy_engine.coverage import require_covered, require_inner_hooks
 from vestige.privacy_engine.loaders import draws_per_epoch, private_loader
-from vestige.privacy_engine.microbatches import (
+from vestige.privacy_engine.microbatch_queue import (
     MicrobatchQueue,
     UserBatches,
     require_known_processes,
     require_no_accumulation,
     require_own_reading,
 )
+from vestige.privacy_engine.optimizer_parameter_checks import require_covered, require_inner_hooks
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner, require_ordinary
 from vestige.privacy_engine.passes import Passes
 from vestige.processes import checkpoints
 from vestige.processes.data_fingerprints import nonprivate_hash_of_dataset
+from vestige.processes.distributed_setup import follow_first, processes, require_same_rows, sharded, unwrapped
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
+from vestige.processes.loops_of_sharded_models import ShardedLoop
 from vestige.processes.parameter_shards import Shards, require_summable
-from vestige.processes.sharded_loops import ShardedLoop
 from vestige.processes.sums import ShardedSums, Sums
-from vestige.processes.unwrap_and_shard import follow_first, processes, require_same_rows, sharded, unwrapped
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from vestige.engines.audit_canaries import Canaries
 from vestige.mechanism.users.loaders_of_users import LoaderOfUsers
 from vestige.mechanism.users.ownership import RowsOfEach
-from vestige.privacy_engine.microbatches import Microbatch, MicrobatchQueue
+from vestige.privacy_engine.microbatch_queue import Microbatch, MicrobatchQueue
 from vestige.processes.group import ALONE, Processes
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.sampling import Sampling

@@ -19,19 +19,19 @@ from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
+from vestige.optim.gradient_query_points import At, ask
 from vestige.optim.learner import Learner, scales_of
 from vestige.optim.optimizers.foreach_step import Moves, balanced
-from vestige.optim.probes import At, ask
 from vestige.priced_questions import SampledGaussian
-from vestige.privacy_engine.coverage import FirstMove, require_own
+from vestige.privacy_engine.optimizer_parameter_checks import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes, PrivateCall
+from vestige.processes.distributed_setup import require_same_group, require_same_model
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
-from vestige.processes.unwrap_and_shard import require_same_group, require_same_model
 from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import HoldsKey, Randomness
-from vestige.randomness.release import Release
 from vestige.randomness.sampling import Sampling
+from vestige.randomness.sum_and_release_types import Release
 
 Closure = Callable[[], Any]
 CHECKED_EVERY = 256

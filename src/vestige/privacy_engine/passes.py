@@ -36,22 +36,22 @@ from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
-from vestige.privacy_engine.call_arguments import DIVISORS, ONE_BY_ONE, Call
 from vestige.privacy_engine.captured_passes import CapturedPasses, Replay
-from vestige.privacy_engine.coverage import require_noised
-from vestige.privacy_engine.microbatches import (
+from vestige.privacy_engine.forward_call_arguments import DIVISORS, ONE_BY_ONE, Call
+from vestige.privacy_engine.microbatch_queue import (
     Microbatch,
     MicrobatchQueue,
     UserBatches,
     require_known_processes,
     require_no_accumulation,
 )
-from vestige.privacy_engine.outputs import End, Factor, NotPerExample
+from vestige.privacy_engine.optimizer_parameter_checks import require_noised
+from vestige.privacy_engine.output_autograd_functions import End, Factor, NotPerExample
 from vestige.privacy_engine.padding_in_loss_divisor import Lengths, Shapes
 from vestige.privacy_engine.row_labels import Tracking
+from vestige.processes.distributed_setup import fsdp_in, silence_wrapper
+from vestige.processes.loops_of_sharded_models import ShardedLoop
 from vestige.processes.parameter_shards import ShardedSum
-from vestige.processes.sharded_loops import ShardedLoop
-from vestige.processes.unwrap_and_shard import fsdp_in, silence_wrapper
 
 Uses = dict[str, list[Gradient]]
 COMPILED = "per-example gradients need eager mode: torch.compile is ignored in private passes"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vestige.layout import Layout, Segment
 from vestige.processes.group import Processes
 from vestige.randomness import lattice
-from vestige.randomness.release import Cut
+from vestige.randomness.sum_and_release_types import Cut
 
 FINER = 14
 """Each part of a sum is rounded to steps so many powers of two finer than the lattice, and the total to the lattice:

@@ -19,8 +19,8 @@ from vestige.randomness import lattice
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum, Cut
 from vestige.randomness.streams import Stream
+from vestige.randomness.sum_and_release_types import BoundedSum, Cut
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch import Tensor
 from vestige.priced_questions import CyclicGaussian, Question, SampledGaussian
 from vestige.randomness import gaussian, lattice
 from vestige.randomness.gaussian import normal_part
-from vestige.randomness.release import BoundedSum
 from vestige.randomness.sampling import CyclicPoisson, Poisson, Sampling
 from vestige.randomness.streams import Stream
+from vestige.randomness.sum_and_release_types import BoundedSum
 
 Array = NDArray[np.float64]
 

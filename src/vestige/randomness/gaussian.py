@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from vestige.randomness import rounded_gaussian
-from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.streams import Stream
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.tf32 import triton_available
 
 PAIRS = 16384

@@ -21,7 +21,7 @@ from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
 from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import add_noise
-from vestige.randomness.release import BoundedSum
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.synthesis.schema import Codes
 
 Counts = npt.NDArray[np.float64]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vestige.tasks import models
 from vestige.tasks.datasets import CIFAR10, CIFAR100, DIGITS, FMNIST, IMDB, IMDB_BAGS, MNIST, SVHN, Dataset
-from vestige.tasks.features.scattering import scattered_colour, scattered_grey
+from vestige.tasks.features.cached_scattering_features import scattered_colour, scattered_grey
 
 GREY, COLOUR = (MNIST, FMNIST), (CIFAR10, CIFAR100, SVHN)
 SCATTERING = "Features are normalised by GroupNorm(27), example by example: the data are asked nothing for it."

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vestige.tasks.read_columns import read_columns
+from vestige.tasks.read_csv_jsonl_parquet import read_columns
 
 LabelledTensors = tuple[Tensor, Tensor]
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")

@@ -12,7 +12,7 @@ import numpy as np
 from vestige.budget.identity import Hashes, hashes_of
 from vestige.budget.spending import Candidates, Provenance
 from vestige.tasks.definitions import DEFINITIONS
-from vestige.tasks.read_columns import READERS, read_all
+from vestige.tasks.read_csv_jsonl_parquet import READERS, read_all
 from vestige.tasks.task import known, load
 
 SPLITS = (("x_train", "y_train"), ("train_x", "train_y"), ("x", "y"))

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from vestige.tasks import models
 from vestige.tasks.definitions import DEFINITIONS, Definition
+from vestige.tasks.encode_tables import columns_of, read_table
 from vestige.tasks.features.encoders import check_encoder, encoded
 from vestige.tasks.protocol_subsets import Rows, cut
 from vestige.tasks.read_images import STANDARDISED, standardised
-from vestige.tasks.read_tables import columns_of, read_table
 from vestige.tasks.readers_common import LabelledTensors, existing, require_public, where
 from vestige.tasks.user_code import blame, call, function_of, python_file
 

@@ -24,7 +24,7 @@ from vestige.methods.base import Method, by_group
 from vestige.methods.registry import as_given, make_method
 from vestige.optim import averaging
 from vestige.optim.rules import named
-from vestige.processes.unwrap_and_shard import processes
+from vestige.processes.distributed_setup import processes
 from vestige.run_records import RunResult
 from vestige.tasks.features import encoders, starting_weights
 from vestige.tasks.models import lay_out

@@ -18,13 +18,13 @@ from vestige.mechanism.curator import Curator
 from vestige.mechanism.gradient_transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.gates import Attempt
+from vestige.optim.gradient_query_points import At, ask
 from vestige.optim.learner import Learner, OptimizerMover
-from vestige.optim.probes import At, ask
 from vestige.optim.rules import Scheduling, scheduled
 from vestige.priced_questions import BudgetSpent, Question, SampledGaussian
 from vestige.processes.parameter_shards import Shards
 from vestige.randomness.noise_schedules import level
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 @dataclass(frozen=True)

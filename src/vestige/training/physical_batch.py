@@ -15,9 +15,9 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform
 from vestige.mechanism.gradient_transforms import one_after
 from vestige.methods.base import Method
-from vestige.optim.probes import At, ask
+from vestige.optim.gradient_query_points import At, ask
 from vestige.priced_questions import SampledGaussian
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 PhysicalBatch = int | Literal["auto"] | None
 HEADROOM = 0.9

@@ -27,9 +27,9 @@ from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
 from vestige.randomness import lattice, rounded_gaussian
 from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.streams import Stream
+from vestige.randomness.sum_and_release_types import BoundedSum
 from vestige.tasks import of_file
 from vestige.training.verify import verify
 from vestige.units import Users

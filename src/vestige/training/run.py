@@ -50,11 +50,7 @@ from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import make_method
 from vestige.optim.rules import Scheduling, grouped
 from vestige.priced_questions import BudgetSpent, Question
-from vestige.processes.group import ALONE, Processes, digest
-from vestige.processes.ledger import ledger_of
-from vestige.processes.parameter_shards import Shards, require_summable
-from vestige.processes.sums import ShardedSums, Sums
-from vestige.processes.unwrap_and_shard import (
+from vestige.processes.distributed_setup import (
     follow_first,
     loss_of,
     processes,
@@ -64,6 +60,10 @@ from vestige.processes.unwrap_and_shard import (
     sharded,
     unwrapped,
 )
+from vestige.processes.group import ALONE, Processes, digest
+from vestige.processes.ledger import ledger_of
+from vestige.processes.parameter_shards import Shards, require_summable
+from vestige.processes.sums import ShardedSums, Sums
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare

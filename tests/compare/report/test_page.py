@@ -13,7 +13,7 @@ from comparisons import MANY, SMALL, one_cell
 from vestige.cli import main
 from vestige.cli import report as cli_report
 from vestige.cli.report import write_report
-from vestige.compare import paper_presets, result_rows
+from vestige.compare import aggregate_results, paper_presets
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import figures
 from vestige.compare.report import page as report
@@ -55,7 +55,7 @@ def enlarged(content, tasks=3, budgets=4, seeds=10, factors=7):
     ]
     summary = {
         **content["summary"],
-        "rows": result_rows.rows(map(read_record, records), "dp-sgd"),
+        "rows": aggregate_results.rows(map(read_record, records), "dp-sgd"),
         "choices": [{**choice, **each, "factor": 1.0} for each in where],
         "prices": [{**price, **each} for each in where],
         "failed": [],
@@ -108,7 +108,7 @@ def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
     marked = {**content, "records": records}
     assert {row["stage"] for row in report._run_table(marked)} == {"tuning", "auto", "superseded"}
     standing = [read_record(each) for each in records if each["run"]["stage"] != "superseded"]
-    assert {row["rate"] for row in result_rows.rows(standing, "dp-sgd") if row["mean"] is not None} == {"auto"}
+    assert {row["rate"] for row in aggregate_results.rows(standing, "dp-sgd") if row["mean"] is not None} == {"auto"}
     drawn = [figure for figure in figures.figures(marked) if figure.key.startswith(("steps-", "spent-"))]
     assert drawn
     assert all(0.123 not in point for figure in drawn for series in figure.series for point in series.points)

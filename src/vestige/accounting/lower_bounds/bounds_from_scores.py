@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import bdtrc, gammaln, log_ndtr, nctdtrinc, ndtr, stdtrit
 
-from vestige.accounting.lower_bounds.attack_rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
+from vestige.accounting.lower_bounds.roc_and_confidence_intervals import (
+    Array,
+    check_confidence,
+    highest_rate,
+    lowest_rate,
+    scores_of,
+)
 from vestige.checks import check_delta, require
 from vestige.lazy_scipy import brentq
 

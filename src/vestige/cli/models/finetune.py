@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from vestige.cli.flag_objects import named_alike, with_flags
+from vestige.cli.dataclass_flags import named_alike, with_flags
 from vestige.cli.models.flags import (
     BalanceFlag,
     BudgetFlag,

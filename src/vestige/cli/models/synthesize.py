@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 from vestige.assumptions import lines
+from vestige.cli.dataclass_flags import with_flags
 from vestige.cli.errors import INTERRUPTED, given, refuse_if_given, refuse_others
-from vestige.cli.flag_objects import with_flags
 from vestige.cli.models.flags import (
     BudgetFlag,
     CudaGraphsFlag,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from vestige.cli.dataclass_flags import named_alike, with_flags
 from vestige.cli.errors import given, refuse_if_given, require_trust
-from vestige.cli.flag_objects import named_alike, with_flags
 from vestige.cli.models.flags import (
     BalanceFlag,
     BudgetFlag,

@@ -18,13 +18,13 @@ from vestige.compare.stacked.mlp import MLP, square
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, weights
+from vestige.optim.gradient_query_points import At, ask
 from vestige.optim.learner import for_each
-from vestige.optim.probes import At, ask
 from vestige.priced_questions import Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.noise_schedules import Schedule, level
-from vestige.randomness.release import Release
 from vestige.randomness.rounded_gaussian import STEPS
+from vestige.randomness.sum_and_release_types import Release
 from vestige.tf32 import SLACK
 
 

@@ -13,7 +13,7 @@ from vestige.mechanism.clipping import Value
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner
 from vestige.optim.rules import Rule
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from vestige.optim.memory import Filtered, MemoryState, unknown_noise
 from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.tail_exponent import Convention
 from vestige.optim.window import MOST_ROWS, weighted_sum
-from vestige.randomness.release import Divided, Release
+from vestige.randomness.sum_and_release_types import Divided, Release
 from vestige.tf32 import triton_available
 
 TINY = 1e-12

@@ -17,7 +17,7 @@ from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Batch, Clip, Field, Parameters, Transform
 from vestige.mechanism.gradient_transforms import Linear, Term, scaled
 from vestige.priced_questions import SampledGaussian
-from vestige.randomness.release import Release
+from vestige.randomness.sum_and_release_types import Release
 
 ProbeState = dict[str, Any]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vestige.tasks.features.cache import cached, fastest
-from vestige.tasks.features.wavelets import Scattering
+from vestige.tasks.features.scattering_transform import Scattering
 
 
 def scattered_grey(images: Tensor) -> Tensor:

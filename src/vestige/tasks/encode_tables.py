@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.tasks.read_columns import read_columns
+from vestige.tasks.read_csv_jsonl_parquet import read_columns
 from vestige.tasks.readers_common import LabelledTensors
 
 
