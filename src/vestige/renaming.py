@@ -70,7 +70,11 @@ def renamed_arguments(*earlier: Mapping[str, Now]) -> Callable[[Callable[P, R]],
     return declare
 
 
-MODULES = {"vestige.questions": "vestige.priced_questions", "vestige.balance": "vestige.layerwise_scaling"}
+MODULES = {
+    "vestige.questions": "vestige.priced_questions",
+    "vestige.balance": "vestige.layerwise_scaling",
+    "vestige.randomness.release": "vestige.randomness.sum_and_release_types",
+}
 
 
 class RenamedModules(MetaPathFinder, Loader):
