@@ -22,6 +22,7 @@ import vestige
 from vestige.training import planning
 
 STEPS, RATE = 20, 0.2
+make_method = getattr(vestige, "make_method", None) or vestige.build  # as it was called until 0.2
 PRICES = [
     "--sample-rate 0.04 --noise-multiplier 1.2222 --steps 6250 --delta 1e-5",
     "--sample-rate 0.04 --epsilon 3 --steps 6250 --delta 1e-5",
@@ -75,7 +76,7 @@ def alone(name: str) -> np.ndarray:
 def settled(name: str) -> vestige.Method:
     """With what follows from the length of a run (bands of correlated noise), as a comparison settles it."""
     asked = planning.Request(sample_rate=RATE, steps=STEPS, delta=1e-3, noise_multiplier=1.3)
-    return planning.settled(vestige.make_method(name), asked)
+    return planning.settled(make_method(name), asked)
 
 
 def stacked(found: list[str]) -> dict[str, np.ndarray]:
@@ -86,7 +87,7 @@ def stacked(found: list[str]) -> dict[str, np.ndarray]:
         from vestige.compare.stacked.learner import StackedRun
         from vestige.compare.stacked.stack import Stack, why_not
     loss = nn.functional.cross_entropy
-    together = [name for name in found if why_not(network(), loss, vestige.make_method(name)) is None]
+    together = [name for name in found if why_not(network(), loss, make_method(name)) is None]
     runs = [StackedRun(network(), settled(name), 1.3, 0.02 if "adam" in name else 0.5, 7) for name in together]
     stack = Stack(runs, examples(), sample_rate=RATE, steps=STEPS, device=torch.device("cpu"))
     for _ in stack.train():
@@ -95,10 +96,12 @@ def stacked(found: list[str]) -> dict[str, np.ndarray]:
 
 
 def prices() -> list[str]:
+    """The numbers that `vestige account` prints: sentences about them may be reworded."""
     told = []
     for arguments in PRICES:
         line = [sys.executable, "-c", COMMAND, "account", *arguments.split(), "--json"]
-        told.append(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+        printed = json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+        told.append(json.dumps({key: value for key, value in printed.items() if isinstance(value, int | float)}))
     return told
 
 
