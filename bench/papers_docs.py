@@ -659,27 +659,29 @@ def trial_table(rows: Rows) -> list[str]:
 
 HEAD = """# Reproduction
 
-What the papers print, what we ran, what we found. This page is written by `python bench/papers_docs.py`, from tables:
-nothing on it is edited by hand. `vestige presets` lists every table and figure that shows data as a runnable preset; a
-preset is the paper's protocol, cuts the subset itself and prints what had to be assumed.
+Look up here whether a result of three papers could be reproduced: what they print, what we ran, what we found. To make one
+again, run the command of its row; `vestige presets` lists them all. A preset follows the paper's protocol, cuts the subset
+itself and prints what had to be assumed. This page is written by `python bench/papers_docs.py`, from tables: nothing on it
+is edited by hand.
 
-A verdict is one of four words: **reproduced**, **partly**, **not reproduced with our guesses** (what the papers leave
-open is listed below, and another guess might do it), **refuted by a proof or a certified bound**. Differences are in
-points of test accuracy: of FO-DP-SGD and SMA-DP-SGD at the paper's sigma and rate 0.8, of DPSGD-BR at a true epsilon of
-1. They are paired by seed and have a 95% interval; one counts as shown if the exact paired test says so too, after Holm
-over the differences of its row. Rows of five seeds are from tables made before version 0.3, with intervals of two means
-and too few seeds for that test: what they do not show, more seeds might. A row of which a part was not run is *partly*
-at best; what was not run at all says so, and is in the table of runs at the end; rows in brackets are about what no
-paper claims. Every run since version 0.3 is a row of [papers.json](results/papers.json), its best accuracy beside the
-final one."""
+A verdict is one of four: **reproduced**, **partly**, **not reproduced with our guesses** (what the papers leave open is
+listed below, and another guess might reproduce it), **refuted by a proof or a certified bound**. A row of which a part was
+not run is *partly* at best. What was not run at all has no verdict and says so; it is in the table of runs at the end. Rows
+in brackets are about what no paper claims.
+
+Differences are in points of test accuracy: for FO-DP-SGD and SMA-DP-SGD at the paper's sigma and rate 0.8, for DPSGD-BR at
+a true epsilon of one. They are paired by seed and have a 95% interval. A difference counts as shown if the exact paired
+test says so too, after Holm's correction over the differences of its row. Rows of five seeds are from tables made before
+version 0.3, with intervals of two means and too few seeds for that test: more seeds might show what they do not. Every run
+since version 0.3 is a row of [papers.json](results/papers.json), with its best accuracy beside the final one."""
 COLUMNS = ("", "| what the paper shows | command | what we found | seeds | verdict |", "|---|---|---|---|---|")
 AUTHORS = """## For the authors
 
-What would settle it: FO-DP-SGD's lambda, tau, gamma, kappa and zeta, the learning rates of its rivals, and the rows of
-its subsets; SMA-DP-SGD's model, sigma, clip of each group, learning rate and length, gamma_ema, tau_warm, xi_max,
-c_lambda and how spectra were shuffled; DPSGD-BR's networks, decay factors, batch of the loss test, T_max, p and its
-unit, what Figure 4 counts, and whether equation 16's sign is meant. Code, or any of these numbers, in an issue: we run
-it and say here what came out."""
+These numbers would decide the open rows: FO-DP-SGD's lambda, tau, gamma, kappa and zeta, the learning rates of its
+rivals, and the rows of its subsets; SMA-DP-SGD's model, sigma, clip of each group, learning rate and length, gamma_ema,
+tau_warm, xi_max, c_lambda and how spectra were shuffled; DPSGD-BR's networks, decay factors, batch of the loss test,
+T_max, p and its unit, what Figure 4 counts, and whether equation 16's sign is meant. If you are an author, give us code
+or any of these numbers in an issue: we run it and write the result here."""
 
 
 def page(rows: Rows, times: Times = None, paths: Rows = ()) -> str:
