@@ -220,3 +220,22 @@ def test_a_shift_inside_rows_stays_theirs():
     with tracker:
         x[:, ::2].copy_(x[:, 1::2])
     assert tracker.labels.get(x) == Rows(0, 1, 3, 1)
+
+
+def test_a_write_to_a_view_that_overlaps_itself_leaves_the_rest_as_it_was():
+    """It has as many numbers as its memory, and does not reach all of them."""
+    tracker, x = Tracker(strict=False), torch.rand(8, 4)
+    tracker.label_rows(x, 8, 1)
+    with tracker:
+        x.unfold(1, 2, 1)[:, :2].zero_()
+    assert tracker.labels.get(x) == Rows(0, 1, 8, 1)
+
+
+def test_windows_that_reach_into_the_next_example_are_mixed():
+    tracker, x = Tracker(strict=False), torch.rand(8, 4)
+    tracker.labels.set(x, Rows(0, 2, 4, 1))
+    with tracker:
+        windows = x.unfold(0, 2, 1)[:4]
+        inside = x.unfold(0, 2, 2)
+    assert isinstance(tracker.labels.get(windows), Mixed)
+    assert tracker.labels.get(inside) == Rows(0, 1, 4, 1)

@@ -94,14 +94,14 @@ class Region(NamedTuple):
         start, unit, count, batch = self
         period = unit * count
         first, within = divmod(offset - start, unit)
-        axis, inner = -1, 1
+        axis, inner, reach = -1, 1, unit
         for place in sorted(range(len(sizes)), key=strides.__getitem__):
             size, stride = sizes[place], strides[place]
             if size == 1:
                 if stride == unit and axis < 0 and (count == 1 or _none_wider(sizes, strides, unit, period)):
                     axis, inner = place, 1
                 continue
-            if stride == 0 or stride % period == 0 or within + stride * (size - 1) < unit:
+            if stride == 0 or stride % period == 0 or within + stride * (size - 1) < reach:
                 within += stride * (size - 1) if stride % period else 0
                 continue
             if axis >= 0 and sizes[axis] > 1:
@@ -109,7 +109,7 @@ class Region(NamedTuple):
             if stride == unit:
                 axis, inner = place, 1
             elif unit % stride == 0 and within < stride and size % (unit // stride) == 0:
-                axis, inner = place, unit // stride
+                axis, inner, reach = place, unit // stride, stride  # other axes stay inside one of its entries
             else:
                 return None
         if axis < 0 and count == 1 and sizes:
@@ -163,6 +163,17 @@ class Memory:
 def geometry_of(tensor: Tensor) -> Geometry:
     width = tensor.element_size()
     return tuple(tensor.size()), tuple([width * step for step in tensor.stride()]), width * int(tensor.storage_offset())
+
+
+def _covers(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor has every number of a storage of so many bytes, each once."""
+    sizes, strides, offset = geometry_of(tensor)
+    covered = tensor.element_size()
+    for stride, count in sorted((s, n) for s, n in zip(strides, sizes, strict=True) if n != 1):
+        if stride != covered:
+            return False
+        covered *= count
+    return offset == 0 and covered == size
 
 
 class Labels:
@@ -225,7 +236,7 @@ class Labels:
             return
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
-        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        whole = _covers(tensor, storage.nbytes())
         if not whole and isinstance(label, Rows) and label.axis < 0 and self.takes(tensor, label):
             held = memory.region if memory is not None else Pieces(label.count, label.batch)
             assert isinstance(held, Pieces)
