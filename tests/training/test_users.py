@@ -141,13 +141,16 @@ def test_capped_rows_are_uniform_among_those_that_joined():
     assert ((seen - 100) ** 2 / 100).sum() < 25
 
 
-def test_the_mean_of_a_users_rows_is_what_is_clipped():
+@pytest.mark.parametrize("owners", [OWNERS, np.arange(len(OWNERS)) // 3], ids=["unequal", "equal"])
+def test_the_mean_of_a_users_rows_is_what_is_clipped(owners):
     data = rows(scale=0.01)  # nothing is clipped
-    run = training(data, sample="users", sample_rate=1.0)
+    owners = owners[: len(owners) // 3 * 3]
+    data = data[0][: len(owners)], data[1][: len(owners)]
+    run = training(data, sample="users", sample_rate=1.0, users=owners)
     _, total = clipped_sum(run, 0, bound=1e3)
     net, expected = model(), 0.0
-    for user in np.unique(OWNERS):
-        mine = torch.from_numpy(user == OWNERS)
+    for user in np.unique(owners):
+        mine = torch.from_numpy(user == owners)
         loss = LOSS(net(data[0][mine]), data[1][mine])
         gradients = torch.autograd.grad(loss, list(net.parameters()))
         expected = expected + torch.cat([each.flatten() for each in gradients]).double()
