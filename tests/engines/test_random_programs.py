@@ -239,3 +239,13 @@ def test_windows_that_reach_into_the_next_example_are_mixed():
         inside = x.unfold(0, 2, 2)
     assert isinstance(tracker.labels.get(windows), Mixed)
     assert tracker.labels.get(inside) == Rows(0, 1, 4, 1)
+
+
+def test_rows_written_into_windows_that_overlap_are_mixed():
+    tracker, x, into = Tracker(strict=False), torch.rand(2, 2), torch.zeros(2, 3)
+    tracker.labels.set(x, Rows(1, 1, 2, 1))
+    windows = into.unfold(1, 2, 1)
+    with tracker:
+        windows.copy_(x.expand(2, 2, 2))
+    assert isinstance(tracker.labels.get(windows), Mixed)
+    assert isinstance(tracker.labels.get(into), Mixed)

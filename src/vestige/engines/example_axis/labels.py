@@ -176,6 +176,17 @@ def _covers(tensor: Tensor, size: int) -> bool:
     return offset == 0 and covered == size
 
 
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether several entries of a tensor may be the same number of its storage."""
+    sizes, strides, _ = geometry_of(tensor)
+    last = 0
+    for stride, count in sorted((s, n) for s, n in zip(strides, sizes, strict=True) if n != 1):
+        if stride <= last:
+            return True
+        last += stride * (count - 1)
+    return False
+
+
 class Labels:
     """The labels of all memory that depends on examples."""
 
@@ -244,6 +255,8 @@ class Labels:
             self._memory[storage._cdata] = Memory(StorageWeakRef(storage), region)
             return
         if whole or memory is None:
+            if isinstance(label, Rows) and _overlaps(tensor):
+                label = mixed("a write", "puts several examples in one place")
             if label is not None:
                 self.set(tensor, label)
             elif memory is not None:
