@@ -1,4 +1,4 @@
-"""Does what a new user types work, and does what cannot work say why? The list of issue "Plain words, one API"."""
+"""Does what a new user types work, and does what cannot work say why?"""
 
 import gc
 import json
