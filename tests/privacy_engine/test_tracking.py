@@ -630,6 +630,18 @@ def test_a_shift_of_a_flattened_batch_is_refused(learned):
         F.cross_entropy(model(x), y).backward()
 
 
+class ReadingLabels(nn.Linear):
+    def forward(self, x, labels):
+        return super().forward(x) * (labels > 0).sum().item()
+
+
+def test_a_model_that_reads_its_labels_is_told_to_do_without():
+    _, model, _, loader = private(ReadingLabels(5, 3))
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="looks at a value of the examples.* call the model without them"):
+        model(x, labels=y)
+
+
 # --- a loop that ended in an error --------------------------------------------------------------------------------------
 
 

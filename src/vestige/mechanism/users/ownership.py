@@ -206,8 +206,7 @@ def _name(value: Any) -> str:
     into two, whose rows would be clipped apart."""
     if repr(value) == object.__repr__(value) and str(value) == repr(value):  # where it lies in memory
         raise ValueError(
-            f"users: an id is a {type(value).__name__}, of which nobody can say whether two are the same user; give "
-            "numbers or texts"
+            f"users: an id is a {type(value).__name__}, and two of them cannot be compared; give numbers or texts"
         )
     text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
     whole = isinstance(value, float | np.floating) and float(value).is_integer()
