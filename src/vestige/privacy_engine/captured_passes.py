@@ -209,6 +209,8 @@ class CapturedPasses:
     _refused: set[Hashable] = field(default_factory=set)
     """Forms of calls that could not be captured."""
     _ran: bool = False
+    promoting: bool = True
+    """Whether public tensors with as many rows as there are examples are taken for rows, until that fails."""
 
     def __post_init__(self) -> None:
         certain = ignored_for_certain(self.module)
@@ -241,6 +243,9 @@ class CapturedPasses:
             return self._begin(asked, modules, size)
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
             give_back(device)
+            if self.promoting and self.tracking.tracker.promoted:
+                self.promoting = False
+                return self.begin(forward, call, label, modules)
             self._refused.add(kinds)
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
@@ -506,7 +511,7 @@ class CapturedForm:
         args, kwargs = tree_unflatten(leaves, self._tree)
         with (
             as_captured(tracking.tracker, self._full),
-            tracking.model(rows, self._batch, True, fresh=True) as tracker,
+            tracking.model(rows, self._batch, self.owner.promoting, fresh=True) as tracker,
         ):
             now = Pass(rows, self._point, tracker, deliver)
             with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device):
@@ -556,7 +561,7 @@ class CapturedForm:
         reached = [place for place, output in enumerate(held) if output.requires_grad]
         outputs, back = [held[place] for place in reached], [signals[place] for place in reached]
         recomputing = self.owner.taps.watching(now) if now.recomputes else nullcontext()
-        with self.owner.tracking.model(rows, self._batch, True, fresh=True), recomputing:
+        with self.owner.tracking.model(rows, self._batch, self.owner.promoting, fresh=True), recomputing:
             torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
             now.settle()
         return uses

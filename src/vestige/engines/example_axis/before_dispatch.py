@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from vestige.engines.example_axis import reordered_examples
 from vestige.engines.example_axis.labels import Read, Rows, Tracker, untracked, users_line
+from vestige.mechanism.losses.criteria import classes_last
 
 Losses = Callable[..., Tensor]
 CLASSES = (F.cross_entropy, F.nll_loss)
@@ -109,7 +110,8 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if reduction not in ("mean", "sum") or label is None or any(kwargs.get(name) is not None for name in LEGACY):
         return function(*args, **kwargs)
     with mode:
-        each = function(*args, **{**kwargs, "reduction": "none"})
+        options = {**kwargs, "reduction": "none"}
+        each = classes_last(function, *args, **options) if function in CLASSES else function(*args, **options)
     own = mode.tracker.labels.get(each)
     losses = by_example(each, own) if isinstance(own, Rows) and own.axis >= 0 else None
     if losses is None:

@@ -371,12 +371,12 @@ class Tracker(TorchDispatchMode):
         self.labels.set(tensor, Rows(0, inner, count, batch))
 
     def promote(self, tensor: Tensor, axis: int | None = None, inner: int = 1) -> None:
-        """Take a new public tensor for rows, `inner` for each example, along the first axis of as many entries."""
-        if self.expected is None or (axis is None and self.expected[0] not in tensor.shape):
+        """Take a new public tensor for rows, `inner` for each example, along its first axis if it has as many entries:
+        along others they are more likely positions."""
+        if self.expected is None or (axis is None and (tensor.dim() == 0 or len(tensor) != self.expected[0])):
             return
         self.promoted += 1
-        place = tensor.shape.index(self.expected[0]) if axis is None else axis
-        self.labels.set(tensor, Rows(place, inner, *self.expected))
+        self.labels.set(tensor, Rows(axis or 0, inner, *self.expected))
 
     def scalar(self, tensor: Tensor) -> str | None:
         """How a model would have reduced this loss, which has a number for each example."""

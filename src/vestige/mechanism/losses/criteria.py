@@ -162,12 +162,24 @@ def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs:
 def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: object) -> Tensor:
     """Every target's own loss. A target that is no class is refused without being named: it is private."""
     try:
-        return function(outputs, targets, **options, reduction="none")
+        return classes_last(function, outputs, targets, **options)
     except IndexError:
         pass
     raise ValueError(
         f"a target lies outside the model's {outputs.shape[1]} classes, numbered from 0: see how the labels were made"
     )
+
+
+def classes_last(
+    function: Callable[..., Tensor], input: Tensor, target: Tensor, *further: Any, **options: Any
+) -> Tensor:
+    """Every target's own loss. Classes that lie side by side are made the last axis: along any other a GPU's softmax
+    has one thread for all classes of a position."""
+    options["reduction"] = "none"
+    if input.dim() < 3 or input.stride(1) != 1 or input.shape[1] == 1 or target.dim() != input.dim() - 1:
+        return function(input, target, *further, **options)
+    rows = input.movedim(1, -1).flatten(0, -2)
+    return function(rows, target.flatten(), *further, **options).view(target.shape)
 
 
 def _counted(targets: Tensor, losses: Tensor, ignored: int) -> Tensor | int:
