@@ -273,7 +273,8 @@ def main() -> None:
             model=str(given.out / "prior"), data=str(private), label_column="label", labels=LABELS,
             epsilon=8.0 if epsilon == "none" else float(epsilon), delta=sizes.delta, max_length=sizes.length,
             lora=given.lora or None, batch=given.batch, epochs=given.epochs, lr=given.lr, physical_batch=given.part,
-            sampling_batch=given.sampling_batch, seed=seed, device=given.device, **settings,
+            sampling_batch=given.sampling_batch, seed=seed, device=given.device, bfloat16=given.device != "cpu",
+            **settings,
         )  # fmt: skip
 
     cells = [(epsilon, seed) for seed in range(given.seeds) for epsilon in given.epsilons]
