@@ -13,7 +13,7 @@ import vestige
 from captured_on_cpu import captured_on_cpu
 
 transformers = pytest.importorskip("transformers")
-ROWS, POSITIONS = 40, 40
+ROWS, POSITIONS = 40, 80
 
 
 def classifier() -> nn.Module:
@@ -93,7 +93,7 @@ def trained(model, loss, data, **options):
 
 
 CASES = {
-    "a class": (classifier, of_class, "class", 3),  # 16, 32 and 38: there is no place for more
+    "a class": (classifier, of_class, "class", 3),  # 32, 64 and 78: there is no place for more
     "next word": (writer, next_word, "next", 3),
     "a loss that takes notice": (writer, over_all, "next", None),
     "a loss that takes notice, of zeros": (untrained, over_all, "next", None),
@@ -115,7 +115,7 @@ def test_texts_of_many_lengths_are_trained_on_in_a_few_passes(case):
 def test_captured_steps_take_large_groups_in_parts():
     def run(captured):
         torch.manual_seed(0)
-        model, data = classifier(), texts(30, "class")
+        model, data = classifier(), texts(60, "class")
         options = {"batch_size": 12, "steps": 4, "delta": 1e-5, "noise_multiplier": 1e-9, "lr": 0.5, "reproducible": 1}
         list(vestige.train(model, F.cross_entropy, data, **options, cuda_graphs=captured))
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -131,6 +131,6 @@ def test_workers_pad_texts_too():
     found = []
     for workers in (0, 1):
         torch.manual_seed(0)
-        found.append(trained(classifier(), F.cross_entropy, texts(30, "class"), num_workers=workers))
+        found.append(trained(classifier(), F.cross_entropy, texts(60, "class"), num_workers=workers))
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1] == 2

@@ -250,6 +250,12 @@ class Captured:
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
+    def close(self) -> None:
+        """Give the memory of the graphs back; the next step captures others."""
+        self._graphs.clear()
+        self._costs, self._pool, self._total = CaptureCosts(), None, None
+        give_back(next(self.model.parameters()).device)
+
     def expect(self, sizes: Sequence[int], padded: bool = False, views: int | None = None) -> None:
         """Batches, or those of examples with so many views, will be at most of these sizes, mostly: capture steps for
         them, largest first. Where texts are `padded`, no batch is asked whether its masks are full."""

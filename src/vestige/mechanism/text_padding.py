@@ -8,7 +8,7 @@ was found not to change their outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,20 @@ MASK, LABELS = "attention_mask", "labels"
 DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """What a decoder writes."""
 LENGTHS = ((32, 16), (64, 32), (512, 64), (1024, 128))
-"""Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
+"""Up to this length, texts of a loop are padded to multiples of that; beyond, to multiples of 256."""
+SHORTEST = 32
+"""The shortest length of texts in `vestige.train`, from which the others are doubled."""
 
 
 def rounded_length(length: int) -> int:
     step = next((step for most, step in LENGTHS if length <= most), 256)
     return -(-length // step) * step
+
+
+def doubled_length(length: int) -> int:
+    """Of texts that are computed apart wherever their lengths differ: a sample is of two or three, and most of its
+    texts are no longer than the longest would have made them."""
+    return max(SHORTEST, 1 << (length - 1).bit_length()) if length else 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class TextPadding:
         decodes = bool(getattr(config, "is_encoder_decoder", False))
         return cls(token if type(token) is int else 0, _most_positions(module), decodes)
 
-    def lengths(self, named: Mapping[str, Tensor], axis: int = 1) -> dict[str, int]:
+    def lengths(
+        self, named: Mapping[str, Tensor], axis: int = 1, rounded: Callable[[int], int] = rounded_length
+    ) -> dict[str, int]:
         """To which length each text among these arguments is padded, whose positions are on `axis`; none, if one of
         them has no mask of its length."""
         texts = {name: each for name, each in named.items() if each.dim() == axis + 1 and not each.is_floating_point()}
@@ -56,7 +66,7 @@ class TextPadding:
             if not (self.decodes and name in DECODED) and each.shape[axis] != read:
                 return {}
         return {
-            name: max(each.shape[axis], min(rounded_length(each.shape[axis]), self.longest))
+            name: max(each.shape[axis], min(rounded(each.shape[axis]), self.longest))
             for name, each in texts.items()
         }
 
@@ -88,9 +98,9 @@ class PaddedAlone:
 
     def __call__(self, values: Sequence[object]) -> list[object]:
         tensors = {n: v for n, v in zip(self.names, values, strict=True) if isinstance(v, Tensor)}
-        if all(each.dim() != 1 or rounded_length(len(each)) == len(each) for each in tensors.values()):
+        if all(each.dim() != 1 or doubled_length(len(each)) == len(each) for each in tensors.values()):
             return list(values)
-        padded = self.padding.pad(tensors, self.padding.lengths(tensors, axis=0))
+        padded = self.padding.pad(tensors, self.padding.lengths(tensors, axis=0, rounded=doubled_length))
         return [padded.get(name, value) for name, value in zip(self.names, values, strict=True)]
 
 

@@ -547,6 +547,8 @@ class Training(HoldsKey):
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples, self._loss = examples, loss
+        self._closing: list[Examples | Captured] = [examples]
+        """What holds workers or memory of a GPU, until the last step."""
         _pad_texts(model, loss, examples)
         key = shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         self.users, self._asked_examples, request = self._of_users(examples, request, key)
@@ -693,6 +695,7 @@ class Training(HoldsKey):
         prepare(next(model.parameters()).device)
         unequal = False
         if isinstance(engine, Captured):
+            self._closing.append(engine)
             most = getattr(self._sampling, "most", LARGEST_SUM)
             limit, asked = min(part or LARGEST_SUM, most, LARGEST_SUM), self._asked_examples
             if isinstance(asked, UserExamples):
@@ -1035,7 +1038,9 @@ class Training(HoldsKey):
         if not self.normalised:
             self._ended = True
             return
-        with contextlib.closing(self._examples):
+        with contextlib.ExitStack() as stack:
+            for each in self._closing:
+                stack.callback(each.close)
             for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
                 self._last = record
                 require_same_group(self.group)
