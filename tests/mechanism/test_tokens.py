@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from vestige.mechanism.losses.criteria import classes_last
 from vestige.mechanism.losses.model_losses import each_token, next_token
 from vestige.mechanism.losses.tokens import TokenLosses, token_losses
 from vestige.tf32 import triton_available
@@ -82,3 +83,15 @@ def test_an_examples_loss_is_a_mean_over_its_own_tokens(loss):
     whole = loss({"logits": logits}, {"labels": labels}, None)
     alone = [loss({"logits": logits[i : i + 1]}, {"labels": labels[i : i + 1]}, None) for i in range(3)]
     torch.testing.assert_close(whole, torch.cat(alone))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"weight": torch.arange(1.0, 8.0)}, {"ignore_index": 3}]
+)
+def test_classes_side_by_side_are_scored_as_they_are(options):
+    torch.manual_seed(0)
+    scores, targets = torch.randn(5, 9, 7), torch.randint(7, (5, 9))
+    for given in (scores.transpose(1, 2), scores[:, :-1].transpose(1, 2), scores.transpose(1, 2).contiguous()):
+        own = targets[:, : given.shape[2]]
+        expected = F.cross_entropy(given, own, **options, reduction="none")
+        assert torch.allclose(classes_last(F.cross_entropy, given, own, **options), expected, atol=1e-6)

@@ -265,3 +265,40 @@ def test_a_graph_is_worth_capturing_when_doing_without_has_cost_as_much():
     costs.captured(2.0)
     assert [costs.worth("other", 1.0, 0.5) for _ in range(4)] == [False, False, False, True]
     assert not any(costs.worth("exact", 1.0, 1.0) for _ in range(100))
+
+
+class PublicTable(nn.Module):
+    """A public table as long as the batch, along another axis than the rows, or along the first: neither is rows."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis, self.inner = axis, nn.Linear(3, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        scores = rows @ rows.transpose(1, 2)
+        positions = rows.shape[1]
+        table = torch.zeros(1, positions, positions) if self.axis else torch.zeros(positions, 1)
+        return self.inner(torch.where(scores > 0, table, scores) @ rows).mean(dim=1)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_public_table_as_long_as_the_batch_is_captured(axis: int):
+    def run(captured: bool):
+        torch.manual_seed(0)
+        module = PublicTable(axis)
+        data = TensorDataset(torch.randn(8, 8, 3), torch.randint(2, (8,)))
+        module, optimizer, loader = vestige.PrivacyEngine(reproducible=3, cuda_graphs=captured).make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5), noise_multiplier=1e-6,
+            max_grad_norm=1.0, data_loader=DataLoader(data, batch_size=8),
+        )  # fmt: skip
+        with captured_on_cpu() if captured else nullcontext() as graphs:
+            for rows, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(module(rows), labels).backward()
+                optimizer.step()
+        return torch.cat([p.detach().flatten() for p in module.parameters()]), graphs
+
+    plain, _ = run(captured=False)
+    replayed, graphs = run(captured=True)
+    assert graphs.replays
+    assert torch.allclose(plain, replayed, atol=1e-5)

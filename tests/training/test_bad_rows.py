@@ -6,6 +6,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import vestige
+from vestige.mechanism.bad_rows import made_up_pass
+from vestige.mechanism.losses.criteria import Form
 
 ROWS, BAD = 40, 7
 LOSS = nn.functional.cross_entropy
@@ -95,6 +97,33 @@ def test_a_criterion_of_ones_own_is_asked_which_labels_it_takes():
     training = vestige.train(model, own, (inputs, labels), **GIVEN)
     assert len(list(training)) == 3
     assert training._examples._valid.tolist() == [place != BAD for place in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "taken"),
+    [
+        ([0, 5, 999], [True, True, True]),
+        ([0, 5, 1000], [True, True, False]),
+        ([-100, 3, 999], [True, True, True]),
+        ([-100, -99, -1, 500], [True, False, False, True]),
+        ([-100, -1, -50], [True, False, False]),
+        ([1005], [False]),
+    ],
+)
+def test_of_many_classes_only_a_few_are_tried(labels, taken):
+    tried = []
+
+    def loss(outputs, targets):
+        tried.append(int(targets))
+        return nn.functional.cross_entropy(outputs, targets)
+
+    row = [torch.zeros(1, 4), torch.zeros(1, dtype=torch.long)]
+    admissible = made_up_pass(nn.Linear(4, 1000), loss, Form(), row)
+    tried.clear()
+    assert admissible(torch.tensor(labels)).tolist() == taken
+    assert len(tried) <= len(labels)
+    assert admissible(torch.arange(1000)).all()
+    assert 500 not in tried or 500 in labels
 
 
 def test_a_row_whose_computation_fails_alone():

@@ -58,8 +58,8 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not each.numel():
             return torch.ones(len(labels), dtype=torch.bool)
         least, most = (int(value) for value in each.aminmax())
-        tried = each if most - least < PROBED else torch.cat([each[each < 0], each[each >= 0].sort().values[[0, -1]]])
-        if all([taken(value) for value in tried.unique().tolist()]):
+        inside = (each > max(least, 0)) & (each < most)
+        if all([taken(value) for value in (each if most - least < PROBED else each[~inside]).unique().tolist()]):
             return torch.ones(len(labels), dtype=torch.bool)
         wrong = [value for value in each.unique().tolist() if not taken(value)]
         return ~torch.isin(each, torch.tensor(wrong)).any(dim=1)

@@ -66,8 +66,7 @@ class TextPadding:
             if not (self.decodes and name in DECODED) and each.shape[axis] != read:
                 return {}
         return {
-            name: max(each.shape[axis], min(rounded(each.shape[axis]), self.longest))
-            for name, each in texts.items()
+            name: max(each.shape[axis], min(rounded(each.shape[axis]), self.longest)) for name, each in texts.items()
         }
 
     def further(self, named: Mapping[str, Tensor]) -> dict[str, int]:
