@@ -27,7 +27,7 @@ class Segment:
     scale: float = 1.0
     """The constant of balanced steps: the parameter is this times what is trained (see `layerwise_scaling`)."""
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + prod(self.shape)
 
@@ -64,7 +64,7 @@ class Layout:
             start = segments[-1].stop
         return cls(tuple(segments))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.segments[-1].stop
 
@@ -84,7 +84,7 @@ class Layout:
     def constants_of_all(self) -> Constants:
         return {segment.name: segment.scale for segment in self.segments}
 
-    @property
+    @cached_property
     def groups(self) -> int:
         return 1 + max(segment.group for segment in self.segments)
 

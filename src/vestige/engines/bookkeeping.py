@@ -31,7 +31,7 @@ from vestige.engines.per_example.parameter_expressions import full_precision
 from vestige.engines.per_example.sums_of_users import UserRows, summable
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import UnsupportedUse
-from vestige.engines.reference import Reference, placed
+from vestige.engines.reference import Reference
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
@@ -178,10 +178,13 @@ def add_weighted(
         if users is not None:
             factors = users.of_rows(factors, 0.0)
         for s in layout.segments:
-            if s.name in gradients or kept is not into:
-                with placed(kept, s) as where:
+            share = factors[place[s.scale], s.group]
+            if isinstance(kept, ShardedSum):
+                with kept.at(s) as where:
                     if s.name in gradients:
-                        gradients[s.name].add(where, factors[place[s.scale], s.group])
+                        gradients[s.name].add(where, share)
+            elif s.name in gradients:
+                gradients[s.name].add(kept[s.start : s.stop].view(s.shape), share)
     return norms
 
 

@@ -148,8 +148,8 @@ class PrivacyEngine(HoldsKey):
         self._loop: ShardedLoop | None = None
         """How a module that is sharded among processes is trained."""
         self._cuda_graphs = cuda_graphs
-        self._reads = 0
-        """Places where the loop reads values of its examples, as far as they are in the ledger."""
+        self._shown: tuple[object, ...] | None = None
+        """What the passes had shown of the assumptions when that was last written down."""
         self._collates = False
         self._population = 0
         """All rows that samples are drawn from: the examples, and canaries if there are any."""
@@ -492,6 +492,10 @@ class PrivacyEngine(HoldsKey):
     def _record_passes(self) -> None:
         """Write down what the passes of a step have shown, before it is charged."""
         passes, ledger = self._private_steps().passes, self._ledger
+        reads = passes.tracking.reads
+        shown = passes.assumed, passes.tracking.unproved, passes.lengths.vary, len(reads)
+        if shown == self._shown:
+            return
         seen = "every operator from the loader to the backward pass was followed"
         unseen = (
             "batches came by a loader of another library: what was made of targets before the model was not followed"
@@ -507,15 +511,14 @@ class PrivacyEngine(HoldsKey):
                 assumptions.record(ledger, name, "assumed", made)
         if passes.lengths.vary:
             assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
-        reads = passes.tracking.reads
-        if len(reads) > self._reads:
-            self._reads = len(reads)
+        if reads:
             where = ", ".join(sorted({f"{read.operator} at {read.where}" for read in reads}))
             detail = f"the loop reads values of its examples ({where}): do not act on them or publish them"
             assumptions.record(ledger, "nothing_else", "assumed", detail)
             decides = f"what the loop reads of its examples ({where}) decides nothing of a loss, a weight or a length"
             for name in ("loss_per_example", "divisor", "padding"):
                 assumptions.record(ledger, name, "assumed", decides)
+        self._shown = shown
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""

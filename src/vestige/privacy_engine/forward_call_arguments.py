@@ -24,16 +24,20 @@ class Call:
 
     leaves: list[Any]
     tree: TreeSpec
+    in_order: bool = False
+    """Whether all arguments are tensors, given by position."""
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> Call:
         if not kwargs and all(type(each) is Tensor for each in args):
-            return cls(list(args), _in_order(len(args)))
+            return cls(list(args), _in_order(len(args)), in_order=True)
         return cls(*tree_flatten((args, kwargs)))
 
     @property
     def names(self) -> dict[int, str]:
         """Of arguments that are given by name, by their places."""
+        if self.in_order:
+            return {}
         _, named = tree_unflatten(list(range(len(self.leaves))), self.tree)
         return {place: name for name, place in named.items() if isinstance(place, int)}
 
@@ -44,7 +48,7 @@ class Call:
         return {place: name for name, place in (*in_order, *named.items()) if isinstance(place, int)}
 
     def with_leaves(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
-        return tree_unflatten(list(leaves), self.tree)  # type: ignore[no-any-return]
+        return (leaves, {}) if self.in_order else tree_unflatten(list(leaves), self.tree)
 
 
 @lru_cache(maxsize=64)

@@ -81,8 +81,10 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
             everyone = self._sampling.draw(self.population + planted, draw, self._randomness)
             among = int((everyone < self.population).sum())
             own = self._group.own(everyone).tolist()
-            people = [row for row in own if row < self.population]
-            there = [] if self._canaries is None else self._canaries.present(own, self.population)
+            people, there = own, []
+            if self._canaries is not None:
+                people = [row for row in own if row < self.population]
+                there = self._canaries.present(own, self.population)
             carrier = people[0] if people else 0
             joined = people + [carrier] * len(there)
             size = self.physical_batch or max(1, len(joined))

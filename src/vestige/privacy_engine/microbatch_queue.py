@@ -126,17 +126,15 @@ class MicrobatchQueue:
         A loop may fetch several before it uses the first, but it uses them in order and leaves none out: whether a
         batch is used could depend on what is in it, and no noise would cover that.
         """
-        fresh = self._fresh()
+        fresh = None
+        for part in reversed(self._drawn):
+            if part is self._taken:
+                break
+            fresh = part
         if fresh is not None and fresh.rows == rows:
             self._taken = fresh
             return fresh
         return self._taken if self._taken is not None and self._taken.rows == rows else None
-
-    def _fresh(self) -> Microbatch | None:
-        waiting = list(self._drawn)
-        taken = [place for place, part in enumerate(waiting) if part is self._taken]
-        later = waiting[taken[0] + 1 :] if taken else waiting
-        return later[0] if later else None
 
     def waiting(self) -> list[Microbatch]:
         """The parts that a pass may be about."""

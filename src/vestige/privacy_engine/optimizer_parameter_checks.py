@@ -7,7 +7,7 @@ what is frozen must be as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,16 @@ GATHERED = (
 def require_covered(module: nn.Module, optimizer: Optimizer) -> None:
     """Before training: the optimizer holds the module's trainable parameters, all of them and no others."""
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    foreign = _foreign(optimizer, trainable.values())
+    known = set(map(id, trainable.values()))
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [parameter for parameter in held if id(parameter) not in known and parameter.requires_grad]
     if foreign and any(map(_divided, trainable.values())) and not all(map(_divided, foreign)):
         raise ValueError(GATHERED)
     if foreign:
         raise ValueError(FOREIGN)
-    held = {id(p) for p in _held(optimizer)}
+    moved = set(map(id, held))
     for name, parameter in trainable.items():
-        if id(parameter) not in held:
+        if id(parameter) not in moved:
             raise ValueError(f"parameter {name!r} is trainable but not in the optimizer: add it, or freeze it")
 
 
@@ -52,41 +54,25 @@ def require_inner_hooks(module: nn.Module) -> None:
             )
 
 
-def require_own(optimizer: Optimizer, own: Iterable[Tensor]) -> None:
-    """Before a move: nothing that was added to the optimizer since would move."""
-    if any(parameter.grad is not None for parameter in _foreign(optimizer, own)):
-        raise ValueError(FOREIGN)
-
-
 def require_noised(
     module: nn.Module, released: Mapping[str, Tensor], modules: Sequence[nn.Module] | None = None
 ) -> None:
     """Before a pass: a parameter that has no place in the release would get its gradient, and move, without noise.
     `modules` are the module's own and inner ones, where they are known already."""
     known = set(map(id, released.values()))
-    modules = modules_of(module) if modules is None else modules
-    held = [p for each in modules if each._parameters for p in each._parameters.values()]
-    if not any(id(p) not in known and p is not None and p.requires_grad for p in held):
-        return
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
-            raise ValueError(
-                f"parameter {name!r} became trainable after make_private and would move without noise: let it "
-                "require gradients when make_private is called (get_peft_model comes before), and freeze it afterwards"
-            )
-
-
-def _foreign(optimizer: Optimizer, own: Iterable[Tensor]) -> list[Tensor]:
-    known = set(map(id, own))
-    return [p for p in _held(optimizer) if id(p) not in known and p.requires_grad]
+    for each in modules_of(module) if modules is None else modules:
+        for parameter in each._parameters.values():
+            if parameter is not None and id(parameter) not in known and parameter.requires_grad:
+                name = next(name for name, one in module.named_parameters() if one is parameter)
+                raise ValueError(
+                    f"parameter {name!r} became trainable after make_private and would move without noise: let it "
+                    "require gradients when make_private is called (get_peft_model comes before), and freeze it "
+                    "afterwards"
+                )
 
 
 def _divided(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements")
-
-
-def _held(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 FELT = 1e-6

@@ -23,7 +23,7 @@ from vestige.optim.gradient_query_points import At, ask
 from vestige.optim.learner import Learner, scales_of
 from vestige.optim.optimizers.foreach_step import Moves, balanced
 from vestige.priced_questions import SampledGaussian
-from vestige.privacy_engine.optimizer_parameter_checks import FirstMove, require_own
+from vestige.privacy_engine.optimizer_parameter_checks import FOREIGN, FirstMove
 from vestige.privacy_engine.passes import Passes, PrivateCall
 from vestige.processes.distributed_setup import require_same_group, require_same_model
 from vestige.processes.parameter_shards import ShardedSum
@@ -34,6 +34,7 @@ from vestige.randomness.sampling import Sampling
 from vestige.randomness.sum_and_release_types import Release
 
 Closure = Callable[[], Any]
+READ = (ReadNumber, ReadCount)
 CHECKED_EVERY = 256
 """Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
 SCALED = (
@@ -100,15 +101,6 @@ class Held:
     def together(self, check: Callable[[], None]) -> None:
         """One process may have found in its rows what another has not."""
         (check if self._sharded is None else partial(self._sharded.group.together, check))()
-
-    def unmoved(self) -> None:
-        """Before a step: nothing was replaced, or is gathered that would outlast it."""
-        if self._sharded is not None:
-            self._sharded.require_same()
-
-    def moved(self) -> None:
-        if self._sharded is not None:
-            self._sharded.stepped()
 
 
 class LoopMover:
@@ -215,7 +207,8 @@ class PrivateSteps(HoldsKey):
         """Move, if the draw is complete; else only bound and add what this part brought."""
         require_same_group(self._sums.group)
         self.passes.settle()
-        self.held.unmoved()
+        if self.passes.sharded is not None:
+            self.passes.sharded.require_same()  # nothing was replaced, or is gathered that would outlast the step
         parameters = self.held.parameters()
         self._check(parameters)
         value: Any = None
@@ -251,43 +244,27 @@ class PrivateSteps(HoldsKey):
         scales = self.passes.layout.constants
         release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         learner.step(release, point, 1.0, self.step_number)
-        self.held.moved()
-        self._check_together()
-        self.step_number += 1
-
-    def _check_together(self) -> None:
-        """Together, now and then: replicas that have come apart would each train a model of its own."""
-        step, group = self.step_number, self._sums.group
+        number, self.step_number = self.step_number, self.step_number + 1
         if self.passes.sharded is not None:
-            return  # each has rows of its own
-        if step & (step + 1) == 0 or step % CHECKED_EVERY == 0:
-            require_same_model(group, self.passes.parameters().values(), step)
+            self.passes.sharded.stepped()
+        elif number & (number + 1) == 0 or number % CHECKED_EVERY == 0:
+            # Together, now and then: replicas that have come apart would each train a model of its own.
+            require_same_model(self._sums.group, parameters.values(), number)
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
-        self._tell_of_hooks(parameters)
+        own = set(map(id, parameters.values()))
         for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.requires_grad and id(parameter) not in own:
+                    raise ValueError(FOREIGN)  # it was added to the optimizer since
             for name, value in group.items():
-                if isinstance(value, ReadNumber | ReadCount):
+                if isinstance(value, READ):
                     raise ValueError(
                         f"the optimizer's {name} follows from a value of the examples that was read at {value.where}: "
                         "no noise covers it. Set it by the number of the step, or by public data"
                     )
-        require_own(self.optimizer, parameters.values())
         if getattr(self.optimizer, "grad_scale", None) is not None:
             raise ValueError(SCALED)
-
-    def _tell_of_hooks(self, parameters: Mapping[str, Tensor]) -> None:
-        if self._told_of_hooks or self.passes.sharded is not None:
-            return
-        for name, parameter in parameters.items():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                self._told_of_hooks = True
-                warnings.warn(
-                    f"hooks on parameters ({name!r} has one) are not called: private passes leave no gradient there. "
-                    "Change the loss, or what the optimizer does with the released gradient",
-                    stacklevel=4,
-                )
-                return
 
     def _check_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Whatever autograd itself has left on a parameter did not come through the private model's call."""
@@ -300,6 +277,14 @@ class PrivateSteps(HoldsKey):
                     "part of it that was called by itself, from a pass in eval mode, or from a penalty on its weights. "
                     "Call the model itself in training mode, and give penalties on weights to the optimizer "
                     "(weight_decay); clear what is not meant for this step with zero_grad()"
+                )
+            hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooked and not self._told_of_hooks and self.passes.sharded is None:
+                self._told_of_hooks = True
+                warnings.warn(
+                    f"hooks on parameters ({name!r} has one) are not called: private passes leave no gradient there. "
+                    "Change the loss, or what the optimizer does with the released gradient",
+                    stacklevel=5,
                 )
 
     def learner(self) -> Learner:
@@ -444,12 +429,9 @@ class Discarding:
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._passes.discard()
-        if not (self._torchs_own and self._clear()):
-            self._original(set_to_none=set_to_none)
-
-    def _clear(self) -> bool:
-        """Whether there is nothing to clear, as ever after a private step."""
-        return all(p.grad is None for group in self._owner.param_groups for p in group["params"])
+        if self._torchs_own and all(p.grad is None for group in self._owner.param_groups for p in group["params"]):
+            return  # nothing to clear, as always after a private step
+        self._original(set_to_none=set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return ordinary_zero_grad(memo.get(id(self._owner), self._owner))

@@ -27,7 +27,7 @@ from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
-from vestige.engines.example_axis.labels import Mixed, NotApart, Rows
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, unseen
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass
@@ -208,7 +208,8 @@ class Passes:
     def point(self, parameters: Mapping[str, nn.Parameter] | None = None) -> Parameters:
         """`parameters` are those of now, where they are known already."""
         found = self.parameters() if parameters is None else parameters
-        return {name: p.detach() for name, p in found.items()}
+        with unseen():
+            return {name: p.detach() for name, p in found.items()}
 
     def settle(self) -> None:
         """No pass is under way: close what was interrupted, and see that the next one comes here."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,9 +36,10 @@ class Tracking:
     def __init__(self, owner: object, tokens: int | None = None) -> None:
         weakref.finalize(owner, self._owner_lost).atexit = False
         self.labels = Labels()
+        self.label: Callable[[Tensor], Rows | Mixed | None] = self.labels.get
         self.tracker = Tracker(self.labels, strict=False)
+        self.reads: list[Read] = self.tracker.reads
         self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
-        self._inside = TrackedFunctions(self.tracker, inside=True, tokens=tokens)
         self.batches = 0
         self.unproved = False
         """Whether a collate_fn has made batches in ways that are not followed."""
@@ -46,10 +47,6 @@ class Tracking:
         """Whether the batch in use came labelled from the loader."""
         self._on: int | None = None
         """The thread in which modes are on."""
-
-    @property
-    def reads(self) -> list[Read]:
-        return self.tracker.reads
 
     def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
         """A batch of examples, made by a `collate_fn` of the user's: each tensor that it is given is one example's, and
@@ -144,7 +141,8 @@ class Tracking:
     def clean_up(cls) -> None:
         """Take off the modes of loops that are over: a garbage collection in another thread, or inside an operator,
         could not."""
-        cls._over[:] = [each for each in cls._over if not each._off()]
+        if cls._over:
+            cls._over[:] = [each for each in cls._over if not each._off()]
 
     def _forget_losses(self) -> None:
         self.tracker.reductions.clear()
@@ -154,22 +152,18 @@ class Tracking:
     def model(self, rows: int, batch: int, promoting: bool, fresh: bool = False) -> Iterator[Tracker]:
         """Inside a private model: a look at a value is refused, and its losses are taken of each example. `fresh`:
         whatever modes the loop has on are off here."""
-        tracker = self.tracker
-        here = self._on == threading.get_ident() and not fresh
-        if not here:
-            tracker.__enter__()
-        tracker.strict, tracker.expected, tracker.promoted = True, (rows, batch) if promoting else None, 0
-        tracker.scalars.clear()
-        try:
-            with self._inside:
+        tracker, functions = self.tracker, self._functions
+        with ExitStack() as entered:
+            if self._on != threading.get_ident() or fresh:
+                entered.enter_context(tracker)
+                entered.enter_context(functions)
+            tracker.strict, tracker.expected, tracker.promoted = True, (rows, batch) if promoting else None, 0
+            tracker.scalars.clear()
+            functions.inside = True
+            try:
                 yield tracker
-        finally:
-            tracker.strict, tracker.expected = False, None
-            if not here:
-                tracker.__exit__(None, None, None)
-
-    def label(self, tensor: Tensor) -> Rows | Mixed | None:
-        return self.labels.get(tensor)
+            finally:
+                functions.inside, tracker.strict, tracker.expected = False, False, None
 
 
 Modes = type[TorchDispatchMode] | type[TorchFunctionMode]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vestige.engines.example_axis import reordered_examples
-from vestige.engines.example_axis.labels import Read, Rows, Tracker, untracked, users_line
+from vestige.engines.example_axis.labels import Read, Rows, Tracker, unseen, untracked, users_line
 from vestige.mechanism.losses.criteria import classes_last
 
 Losses = Callable[..., Tensor]
@@ -201,7 +201,7 @@ def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict
     whole = isinstance(first, Rows) and labels == [Rows(-1, 1, first.count, first.batch, n) for n in range(first.count)]
     if not whole or any(each.requires_grad for each in given):
         return function(*args, **kwargs)
-    with reordered_examples.unseen():
+    with unseen():
         found = function(*args, **kwargs)
     batch_first = args[1] if len(args) > 1 else kwargs.get("batch_first", False)
     mode.tracker.labels.set(found, Rows(0 if batch_first else 1, 1, first.count, first.batch))  # type: ignore[union-attr]

@@ -21,17 +21,20 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes of a tensor; its strides and its offset in its storage, in bytes."""
+unseen_by_functions = torch._C.DisableTorchFunction
+"""Inside, sizes and storages of tensors are read without `TrackedFunctions`: its calls cost more than the reads."""
 OUTSIDE = tuple(os.path.dirname(module.__file__ or "") for module in (torch, sys.modules["vestige"]))
 """Folders whose lines are never the user's."""
 
@@ -47,7 +50,7 @@ class Rows(NamedTuple):
     first: int = 0
 
     def at(self, axis: int) -> Rows:
-        return self._replace(axis=axis)
+        return self if axis == self.axis else Rows(axis, *self[1:])
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Mixed:
 
 
 Label = Rows | Mixed
+Labelled = list[tuple[Tensor, Label]]
+"""Tensors that depend on examples, with their labels."""
 
 
 class NotApart(ValueError):
@@ -149,20 +154,54 @@ class Pieces(NamedTuple):
         return self._replace(spans=(*self.spans, (example, start, stop)))
 
 
-@dataclass
-class Memory:
-    """What is known of one storage."""
+View = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Which part of its storage a tensor is: its sizes, strides and offset, counted in entries, and the bytes of an
+entry."""
 
-    ref: StorageWeakRef
-    """Keeps the storage's address from being used again while its label is kept."""
-    region: Region | Pieces | Mixed | None
-    known: dict[Geometry, Label] = field(default_factory=dict)
-    """Labels of views; of those that no region describes, the only place where they are kept."""
+
+class Memory:
+    """What is known of one storage, by the label of one view of it."""
+
+    def __init__(self, storage: UntypedStorage, view: View, label: Label) -> None:
+        self.ref = StorageWeakRef(storage)
+        """Keeps the storage's address from being used again while its label is kept."""
+        self.known: dict[View, Label] = {view: label}
+        """Labels of views; of those that no region describes, the only place where they are kept."""
+
+    @cached_property
+    def region(self) -> Region | Pieces | Mixed | None:
+        """What the label of the first view says of the whole storage: found when another view is asked for."""
+        view, label = next(iter(self.known.items()))
+        return label.plain() if isinstance(label, Mixed) else _region(label, _in_bytes(view))
+
+
+def view_of(tensor: Tensor) -> View:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.element_size()  # type: ignore[return-value]
+
+
+def _in_bytes(view: View) -> Geometry:
+    sizes, strides, offset, width = view
+    return sizes, tuple([width * step for step in strides]), width * offset
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    width = tensor.element_size()
-    return tuple(tensor.size()), tuple([width * step for step in tensor.stride()]), width * int(tensor.storage_offset())
+    return _in_bytes(view_of(tensor))
+
+
+def _region(label: Rows, geometry: Geometry) -> Region | None:
+    """The region of which a view with this geometry has this label; None if there is none."""
+    sizes, strides, offset = geometry
+    if label.axis < 0:
+        unit = max(1, offset + sum(max(n - 1, 0) * s for n, s in zip(sizes, strides, strict=True)) + 64)
+        return Region(-label.first * unit, unit, label.count, label.batch)
+    unit = strides[label.axis] * label.inner
+    if not unit:
+        return None
+    for start in (offset - offset % unit, offset):  # what lies before a part in its unit is that example's, too
+        region = Region(start - label.first * unit, unit, label.count, label.batch)
+        if 0 in sizes or region.rows(geometry) == label:
+            return region
+    return None
 
 
 def _covers(tensor: Tensor, size: int) -> bool:
@@ -196,13 +235,27 @@ class Labels:
         """Storages that hold 0, 1, 2, ...: an index by them, entry by entry, is the identity."""
 
     def get(self, tensor: Tensor) -> Label | None:
+        with unseen_by_functions():
+            return self._found(tensor)
+
+    def among(self, args: Any, kwargs: Any) -> Labelled:
+        """The arguments of an operator that depend on examples, lists of them included."""
+        found: Labelled = []
+        with unseen_by_functions():
+            for each in (*args, *kwargs.values()) if kwargs else args:
+                for one in each if type(each) in (list, tuple) else (each,):
+                    if isinstance(one, Tensor) and (label := self._found(one)) is not None:
+                        found.append((one, label))
+        return found
+
+    def _found(self, tensor: Tensor) -> Label | None:
         memory = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         if memory is None:
             return None
-        geometry = geometry_of(tensor)
-        found = memory.known.get(geometry)
+        view = view_of(tensor)
+        found = memory.known.get(view)
         if found is None:
-            found = memory.known[geometry] = self._derived(memory.region, geometry)
+            found = memory.known[view] = self._derived(memory.region, _in_bytes(view))
         return found
 
     @staticmethod
@@ -219,27 +272,11 @@ class Labels:
 
     def arrange(self, tensor: Tensor, label: Label) -> None:
         """The same, where the label may say in which order the examples are (`orders`)."""
-        storage, geometry = tensor.untyped_storage(), geometry_of(tensor)
-        region = self._region(label, geometry)
-        memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage), region)
-        memory.known[geometry] = label
-
-    @staticmethod
-    def _region(label: Label, geometry: Geometry) -> Region | Mixed | None:
-        if isinstance(label, Mixed):
-            return label.plain()
-        sizes, strides, offset = geometry
-        if label.axis < 0:
-            unit = max(1, offset + sum(max(n - 1, 0) * s for n, s in zip(sizes, strides, strict=True)) + 64)
-            return Region(-label.first * unit, unit, label.count, label.batch)
-        unit = strides[label.axis] * label.inner
-        if not unit:
-            return None
-        for start in (offset - offset % unit, offset):  # what lies before a part in its unit is that example's, too
-            region = Region(start - label.first * unit, unit, label.count, label.batch)
-            if 0 in sizes or region.rows(geometry) == label:
-                return region
-        return None
+        with unseen_by_functions():
+            storage, view = tensor.untyped_storage(), view_of(tensor)
+            if isinstance(label, Rows) and label.axis >= len(view[0]):
+                raise IndexError(f"a rule gives examples along axis {label.axis} of a tensor of {len(view[0])} axes")
+            self._memory[storage._cdata] = Memory(storage, view, label)
 
     def write(self, tensor: Tensor, label: Label | None) -> None:
         """Something with this label was written to a tensor; its storage may hold more than that."""
@@ -251,8 +288,9 @@ class Labels:
         if not whole and isinstance(label, Rows) and label.axis < 0 and self.takes(tensor, label):
             held = memory.region if memory is not None else Pieces(label.count, label.batch)
             assert isinstance(held, Pieces)
-            region = held.with_write(label.first, geometry_of(tensor))
-            self._memory[storage._cdata] = Memory(StorageWeakRef(storage), region)
+            if memory is None:
+                memory = self._memory[storage._cdata] = Memory(storage, view_of(tensor), label)
+            memory.region, memory.known = held.with_write(label.first, geometry_of(tensor)), {}
             return
         if whole or memory is None:
             if isinstance(label, Rows) and _overlaps(tensor):
@@ -401,50 +439,39 @@ class Tracker(TorchDispatchMode):
             self.sequence.append(func)
             if self.draw is not None and func is RAND and torch.device(kwargs.get("device") or "cpu").type == "cpu":
                 return func(*args, **kwargs).fill_(self.draw)
-        get = self.labels.get
-        for each in args:
-            if isinstance(each, Tensor):
-                if get(each) is not None:
-                    break
-            elif type(each) is list and any(isinstance(one, Tensor) and get(one) is not None for one in each):
-                break
-        else:
-            if not any(isinstance(each, Tensor) and get(each) is not None for each in kwargs.values()):
-                found = func(*args, **kwargs)
-                if func is ARANGE or (func is FROM and args[0] == 0):
-                    storage = found.untyped_storage()
-                    self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
-                elif self.expected is not None and func in FACTORIES:
-                    self.promote(found)
-                elif self.labels.identity and func._schema.is_mutable:
-                    self.labels.no_identity(written_by(func, args, kwargs))
-                return found
+        labelled = self.labels.among(args, kwargs)
+        if not labelled:
+            found = func(*args, **kwargs)
+            if func is ARANGE or (func is FROM and args[0] == 0):
+                storage = found.untyped_storage()
+                self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
+            elif self.expected is not None and func in FACTORIES:
+                self.promote(found)
+            elif self.labels.identity and func._schema.is_mutable:
+                self.labels.no_identity(written_by(func, args, kwargs))
+            return found
         rule = rule_of(func)
-        if rule.of_one_example and (label := self.one_example(args, kwargs)) is not None:
+        if rule.of_one_example and (label := of_one_example(labelled)) is not None:
             found = func(*args, **kwargs)
             outputs = found if isinstance(found, tuple | list) else (found,)
             return self.finish(func, found, [label] * len(outputs), args, kwargs)
-        return rule(self, func, args, kwargs)
-
-    def one_example(self, args: Any, kwargs: Any) -> Rows | None:
-        """The label of a function of one example alone, whatever the operator: that example's."""
-        flat = [one for each in (*args, *kwargs.values()) for one in (each if type(each) is list else (each,))]
-        labels = {self.labels.get(each) for each in flat if isinstance(each, Tensor)} - {None}
-        label = labels.pop() if len(labels) == 1 else None
-        return label if isinstance(label, Rows) and label.axis < 0 else None
+        return rule.apply(self, func, args, kwargs, labelled)
 
     # --- what rules use -----------------------------------------------------------------------------------------------
 
     def finish(self, func: Any, found: Any, labels: Sequence[Label | None], args: Any, kwargs: Any) -> Any:
         """Label what an operator gave: one label for each of its outputs."""
         outputs = found if isinstance(found, tuple | list) else (found,)
-        written = written_by(func, args, kwargs)
-        self.labels.no_identity(written)
-        for tensor in written:
-            self.labels.write(tensor, self._beside_reads(tensor, labels[0], args))
-        held = {tensor.untyped_storage()._cdata for tensor in written}
+        written, held = written_by(func, args, kwargs), set()
+        if written:
+            self.labels.no_identity(written)
+            for tensor in written:
+                self.labels.write(tensor, self._beside_reads(tensor, labels[0], args))
+            held = {tensor.untyped_storage()._cdata for tensor in written}
         for tensor, label in zip(outputs, labels, strict=True):
-            if isinstance(tensor, Tensor) and label is not None and tensor.untyped_storage()._cdata not in held:
+            if label is None or not isinstance(tensor, Tensor):
+                continue
+            if not held or tensor.untyped_storage()._cdata not in held:
                 self.labels.set(tensor, label)
         if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and labels[0] is not None:
             made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
@@ -490,13 +517,10 @@ FACTORIES = frozenset(
 class Rule:
     """What an operator does to labels."""
 
-    apply: Callable[[Tracker, Any, Any, Any], Any]
-    """(tracker, operator, args, kwargs) -> what the operator gives, labelled."""
+    apply: Callable[[Tracker, Any, Any, Any, Labelled], Any]
+    """(tracker, operator, args, kwargs, those of them with labels) -> what the operator gives, labelled."""
     of_one_example: bool = True
     """Whether its outputs are new values: of one example alone, they are that example's."""
-
-    def __call__(self, tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.apply(tracker, func, args, kwargs)
 
 
 _RULES: dict[Any, Rule] = {}
@@ -535,12 +559,27 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [one for each in given for one in (each if isinstance(each, list | tuple) else (each,)) if one is not None]
 
 
+untracked = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+"""Inside, operators run without labels: for sums over examples, which a clip has bounded."""
+
+
 @contextmanager
-def untracked() -> Iterator[None]:
-    """Inside, operators run without labels: for sums over examples, which a clip has bounded."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+def unseen() -> Iterator[None]:
+    """Inside, nothing is followed at all: for views of parameters, and where what follows is labelled by the caller."""
+    with unseen_by_functions(), untracked():
         yield
 
 
 def first_mixed(labels: Iterable[Label | None]) -> Mixed | None:
-    return next((label for label in labels if isinstance(label, Mixed)), None)
+    for label in labels:
+        if isinstance(label, Mixed):
+            return label
+    return None
+
+
+def of_one_example(labelled: Labelled) -> Rows | None:
+    """The label of a function of one example alone, whatever the operator: that example's."""
+    first = labelled[0][1]
+    if not isinstance(first, Rows) or first.axis >= 0:
+        return None
+    return first if all(label == first for _, label in labelled) else None

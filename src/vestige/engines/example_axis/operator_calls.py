@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
-from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed
+from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Tracker, mixed
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
@@ -21,16 +21,14 @@ class Op:
 
     __slots__ = ("found", "func", "given", "labelled", "tracker")
 
-    def __init__(self, tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, found: Any) -> None:
+    def __init__(
+        self, tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled, found: Any
+    ) -> None:
         self.tracker, self.func, self.found = tracker, func, found
-        flat = [one for each in (*args, *kwargs.values()) for one in (each if type(each) in (list, tuple) else (each,))]
-        labels = [(each, tracker.labels.get(each)) for each in flat if isinstance(each, Tensor)]
-        self.labelled: list[tuple[Tensor, Any]] = [(tensor, label) for tensor, label in labels if label is not None]
+        self.labelled: list[tuple[Tensor, Any]] = labelled
         """The arguments with a label, lists of them included. A rule sees no mixed ones."""
-        self.given = {
-            name: args[place] if place < len(args) else default for place, (name, default) in enumerate(_names(func))
-        }
-        self.given.update(kwargs)
+        names, defaults = _arguments(func)
+        self.given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
     @property
     def name(self) -> str:
@@ -46,7 +44,11 @@ class Op:
     def label(self, name: str) -> Rows | None:
         """Of an argument that is public or rows: mixed ones never get here."""
         tensor = self.given.get(name)
-        return self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None  # type: ignore[return-value]
+        if tensor is not None:
+            for each, label in self.labelled:
+                if each is tensor:
+                    return label  # type: ignore[no-any-return]
+        return None
 
     def mixed(self, why: str = "mixes examples", unknown: bool = False) -> Mixed:
         return mixed(self.name, why, unknown)
@@ -104,10 +106,11 @@ def difference(one: Rows, other: Rows) -> str:
 
 
 @cache
-def _names(func: OpOverload) -> tuple[tuple[str, Any], ...]:
-    """Of the arguments in the schema, with their defaults."""
+def _arguments(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of the arguments in the schema, and their defaults."""
     arguments = func._schema.arguments
-    return tuple((each.name, each.default_value if each.has_default_value() else None) for each in arguments)
+    defaults = {each.name: each.default_value if each.has_default_value() else None for each in arguments}
+    return tuple(defaults), defaults
 
 
 def outputs_of(found: Any) -> Sequence[Any]:

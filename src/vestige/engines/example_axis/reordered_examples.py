@@ -12,26 +12,18 @@ Only the operators below know them. To all others, and in every view, they are m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed, untracked
+from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed, unseen
 from vestige.engines.example_axis.operator_calls import Op
 
 NOBODY = Rows(0, 1, 1, 0)
 WHY = "puts examples in another order"
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, values may be looked at: what follows from them is labelled here."""
-    with torch._C.DisableTorchFunction(), untracked():
-        yield
 
 
 @dataclass(frozen=True)

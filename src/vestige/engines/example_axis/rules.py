@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from vestige.engines.example_axis.labels import (
     Label,
+    Labelled,
     Mixed,
     Rows,
     Rule,
@@ -26,7 +27,9 @@ from vestige.engines.example_axis.labels import (
     first_mixed,
     install_rules,
     mixed,
+    of_one_example,
     spared,
+    unseen_by_functions,
 )
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, sorted_examples
@@ -44,28 +47,31 @@ def ruled(labeller: Labeller) -> Rule:
     """The rule of an operator whose labels `labeller` makes of those of its arguments. What is made of mixed values is
     mixed."""
 
-    def rule(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    def rule(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
         found = func(*args, **kwargs)
-        op = Op(tracker, func, args, kwargs, found)
-        arguments = [label for _, label in op.labelled]
-        problem = first_mixed(arguments)
-        given: Given
-        if problem is not None:
-            given = problem.plain()
-        elif labeller not in OF_SINGLE_EXAMPLES and any(isinstance(each, Rows) and each.axis < 0 for each in arguments):
-            given = op.mixed("combines one example with others")
-        else:
-            given = labeller(op)
-        if isinstance(problem, Ordered) or (type(given) is Mixed and op.name in MOVES):
-            given = moved(op) or given
-        outputs = op.outputs
-        labels = given if isinstance(given, list) else [given] * len(outputs)
-        if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
-            labels = [_whole(each, arguments[0]) for each in outputs]
-        tracker.finish(func, found, labels, args, kwargs)
-        for tensor, label in zip(outputs, labels, strict=True):
-            if isinstance(label, Ordered):
-                tracker.labels.arrange(tensor, label)
+        with unseen_by_functions():
+            op = Op(tracker, func, args, kwargs, labelled, found)
+            arguments = [label for _, label in labelled]
+            problem = first_mixed(arguments)
+            given: Given
+            if problem is not None:
+                given = problem.plain()
+            elif labeller not in OF_SINGLE_EXAMPLES and any(
+                isinstance(each, Rows) and each.axis < 0 for each in arguments
+            ):
+                given = op.mixed("combines one example with others")
+            else:
+                given = labeller(op)
+            if isinstance(problem, Ordered) or (type(given) is Mixed and op.name in MOVES):
+                given = moved(op) or given
+            outputs = op.outputs
+            labels = given if isinstance(given, list) else [given] * len(outputs)
+            if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
+                labels = [_whole(each, arguments[0]) for each in outputs]
+            tracker.finish(func, found, labels, args, kwargs)
+            for tensor, label in zip(outputs, labels, strict=True):
+                if isinstance(label, Ordered):
+                    tracker.labels.arrange(tensor, label)
         return found
 
     return Rule(rule)
@@ -83,18 +89,18 @@ def _whole(found: Any, label: Label) -> Label | None:
     return Rows(0, max(1, len(found)), 1, label.batch) if found.dim() else Rows(-1, 1, 1, label.batch)
 
 
-def unlabelled(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def unlabelled(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """Views, whose labels belong to their memory, and operators that look at shapes alone."""
     return func(*args, **kwargs)
 
 
-def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     found = func(*args, **kwargs)
     label = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
     return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
 
 
-def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """Python looks at a value, or at a size that depends on values."""
     if func is torch.ops.aten._local_scalar_dense.default and spared(func):
         return func(*args, **kwargs) if tracker.answer is None else tracker.answer
@@ -557,13 +563,15 @@ def _identity(op: Op, index: Tensor, size: int) -> int | None:
     return axes[0] if len(axes) == 1 and index.stride(axes[0]) == 1 and index.shape[axes[0]] == size else None
 
 
-def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     if any(tracker.labels.get(each) is not None for each in _masks(args[1])):
-        return read(tracker, func, args, kwargs)  # how much is chosen depends on values, be they of one example
-    label = tracker.one_example(args, kwargs)
+        return read(
+            tracker, func, args, kwargs, labelled
+        )  # how much is chosen depends on values, be they of one example
+    label = of_one_example(labelled)
     if label is not None:
         return tracker.finish(func, func(*args, **kwargs), [label], args, kwargs)
-    return _INDEX(tracker, func, args, kwargs)
+    return _INDEX.apply(tracker, func, args, kwargs, labelled)
 
 
 def written_at(op: Op) -> Given:
@@ -777,7 +785,7 @@ NEW = "new_zeros new_ones new_empty new_full new_empty_strided"
 """Public tensors of any shape."""
 
 
-def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     found = func(*args, **kwargs)
     label = tracker.labels.get(args[0])
     if isinstance(label, Rows) and found.shape == args[0].shape:
@@ -785,17 +793,17 @@ def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return found
 
 
-def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     found = func(*args, **kwargs)
     tracker.promote(found)
     return found
 
 
-def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """`copy_`: also of one example into its place among others."""
     label = tracker.labels.get(args[1])
     if not isinstance(label, Rows) or label.axis >= 0 or not tracker.labels.takes(args[0], label):
-        return _COPY(tracker, func, args, kwargs)
+        return _COPY.apply(tracker, func, args, kwargs, labelled)
     return tracker.finish(func, func(*args, **kwargs), [label], args, kwargs)
 
 

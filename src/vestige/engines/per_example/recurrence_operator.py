@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vestige.engines.example_axis.reordered_examples import unseen
+from vestige.engines.example_axis.labels import unseen
 from vestige.engines.per_example.parameter_expressions import full_precision
 from vestige.engines.per_example.rules import known_linear
 from vestige.engines.per_example.uses import TrackedParameter

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
 from vestige.checks import RowsNotApart
-from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
+from vestige.engines.example_axis.labels import Labels, NotApart, Tracker, unseen
 from vestige.engines.per_example.composite_layers import composite_of, registered
 from vestige.engines.per_example.gradient_forms import Gradient, combine
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Environment, Pass, Whole, full_precision
@@ -56,9 +56,10 @@ class Taps:
     def watching(self, now: Pass) -> Iterator[None]:
         """The model with proxies of the pass's parameters. Open for the forward pass; and for a backward pass that
         recomputes activations."""
-        tensors = {
-            name: TrackedParameter.of(Whole(name, now.environment[name].detach()), now) for name in self._holders
-        }
+        with unseen():
+            tensors = {
+                name: TrackedParameter.of(Whole(name, now.environment[name].detach()), now) for name in self._holders
+            }
         with self.installed(tensors):
             yield
 
