@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
 from vestige.engines.example_axis.labels import Read, Rows, Tracker, unseen, untracked, users_line
-from vestige.mechanism.losses.criteria import classes_last
 
 Losses = Callable[..., Tensor]
 CLASSES = (F.cross_entropy, F.nll_loss)

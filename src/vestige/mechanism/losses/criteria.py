@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from vestige.class_axis import classes_last
+
 BatchLoss = Callable[..., Tensor]
 """A loss of a batch: (outputs, targets) -> a number, or one for each example."""
 Targets = Tensor | tuple[Tensor, ...]
@@ -168,18 +170,6 @@ def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor
     raise ValueError(
         f"a target lies outside the model's {outputs.shape[1]} classes, numbered from 0: see how the labels were made"
     )
-
-
-def classes_last(
-    function: Callable[..., Tensor], input: Tensor, target: Tensor, *further: Any, **options: Any
-) -> Tensor:
-    """Every target's own loss. Classes that lie side by side are made the last axis: along any other a GPU's softmax
-    has one thread for all classes of a position."""
-    options["reduction"] = "none"
-    if input.dim() < 3 or input.stride(1) != 1 or input.shape[1] == 1 or target.dim() != input.dim() - 1:
-        return function(input, target, *further, **options)
-    rows = input.movedim(1, -1).flatten(0, -2)
-    return function(rows, target.flatten(), *further, **options).view(target.shape)
 
 
 def _counted(targets: Tensor, losses: Tensor, ignored: int) -> Tensor | int:
