@@ -282,9 +282,9 @@ def _pixels(g: torch.Generator, small: bool) -> dict[str, Tensor]:
 
 
 def one_length(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One row, its texts padded to a multiple of 16: for models of one's own."""
+    """One row, its texts padded to a power of two: for models of one's own."""
     return {
-        name: F.pad(part, (0, -len(part) % 16))[None]
+        name: F.pad(part, (0, (1 << (len(part) - 1).bit_length()) - len(part)))[None]
         if part.dim() == 1 and not part.is_floating_point()
         else part[None]
         for name, part in rows[0].items()
