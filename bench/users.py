@@ -2,7 +2,7 @@
 
     python bench/users.py svhn --data DATA --out OUT [--minutes 8] [--workers 12] [--seeds 20] [--steps N]
     python bench/users.py imdb --data DATA --out OUT ...
-    python bench/users.py step --device cuda --out OUT
+    python bench/users.py step --device cuda --out OUT [--tf32] [--steps 180] [--only MODEL]
     python bench/users.py table --out OUT [--page docs/results/users.md]
 
 svhn: 5,000 crops of 2,777 photographs (`image_train` says which), a linear model of scattering features. imdb: 25,000
@@ -343,9 +343,13 @@ class Encoder(nn.Module):
 def step_times(arguments: argparse.Namespace) -> None:
     """A step on samples of users beside one on samples of rows, with as many rows: milliseconds, in turns."""
     warnings.simplefilter("ignore")
+    if arguments.tf32:
+        torch.set_float32_matmul_precision("high")
     arguments.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * arguments.minutes
     for name, model, shape, rows in networks(arguments.device):
+        if arguments.only not in name:
+            continue
         population = 20 * rows
         data = torch.randn(population, *shape), torch.randint(10, (population,))
         for counts in ((4,), (1, 2, 3, 4)):
@@ -354,6 +358,7 @@ def step_times(arguments: argparse.Namespace) -> None:
             users = np.repeat(np.arange(population), np.resize(counts, population))[:population]
             found = compared(model, data, users, rows, arguments, end)
             row = {"model": name, "rows": rows, "rows of a user": list(counts), "device": kind(arguments.device)}
+            row["tf32"] = arguments.tf32
             append(arguments.out / "steps.jsonl", row | found)
             print(json.dumps(row | found), flush=True)
 
@@ -369,7 +374,7 @@ def compared(
         "loop rows": loop_steps(model, data, rows, arguments.device),
         "loop users": loop_steps(model, data, rows, arguments.device, **by_users),
     }
-    warm, measured = (1, 2) if arguments.device == "cpu" else (30, 60)
+    warm, measured = (1, 2) if arguments.device == "cpu" else (30, -(-arguments.steps // 3))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(4):  # in turns: what else the machine does falls on all of them
         for name, run in runs.items():
@@ -480,12 +485,18 @@ def step_table(rows: list[Row]) -> str:
         "| model | rows in a step | rows of a user | `train`, rows | users | ratio | loop, rows | users | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    latest = {(row["model"], str(row["rows of a user"])): row for row in rows}
+    latest = {(row["model"], str(row["rows of a user"]), row.get("tf32", False)): row for row in rows}
     for row in latest.values():
         counts = ", ".join(map(str, row["rows of a user"]))
         cells = [f"{row[f'{name} ms']:.2f}" for name in ("rows", "users", "loop rows", "loop users")]
         cells.insert(2, f"{row['ratio']:.2f}")
-        whole = [row["model"], str(row["rows"]), counts, *cells, f"{row['loop ratio']:.2f}"]
+        whole = [
+            row["model"] + (" (TF32)" if row.get("tf32") else ""),
+            str(row["rows"]),
+            counts,
+            *cells,
+            f"{row['loop ratio']:.2f}",
+        ]
         lines.append(f"| {' | '.join(whole)} |")
     return "\n".join(lines)
 
@@ -529,6 +540,11 @@ def main() -> None:
         parts[name].add_argument("--seeds", type=int, default=20)
         parts[name].add_argument("--steps", type=int, default={"svhn": 300, "imdb": 200}[name])
         parts[name].add_argument("--workers", type=int, default=max(1, cores - 2))
+    parts["step"].add_argument(
+        "--tf32", action="store_true", help="matrix products in TF32, as docs/benchmarks.md has them"
+    )
+    parts["step"].add_argument("--steps", type=int, default=180, help="steps that are measured of each kind, on a GPU")
+    parts["step"].add_argument("--only", default="", metavar="MODEL", help="a model whose name has this, such as CNN")
     parts["table"].add_argument("--page", type=Path)
     parts["svhn"].set_defaults(call=lambda arguments: accuracies(arguments, ["svhn"]))
     parts["imdb"].set_defaults(call=lambda arguments: accuracies(arguments, ["imdb-alike", "imdb-unlike"]))

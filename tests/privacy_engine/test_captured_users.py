@@ -15,7 +15,7 @@ from users_one_by_one import MODELS, OWNERS, one_by_one
 from vestige import PrivacyEngine
 from vestige.engines.per_example import sums_of_users
 from vestige.engines.per_example.gradient_forms import Dense, Gradient, Lookup, Outer, Parts, Place, Tied, Within
-from vestige.engines.per_example.sums_of_users import RowCounts, UserRows, summable
+from vestige.engines.per_example.sums_of_users import RowCounts, RowsOfUsers, UserRows, summable
 from vestige.privacy_engine import captured_passes
 
 EQUAL = np.repeat(np.arange(20), 3)
@@ -126,19 +126,42 @@ def forms(dtype: torch.dtype) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("name", forms(torch.float32))
-def test_norms_of_users_bound_what_their_rows_add(name):
+@pytest.mark.parametrize("counts", [COUNTS, [4, 4, 4]], ids=["unequal", "equal"])
+def test_norms_of_users_bound_what_their_rows_add(name, counts):
     form, shape = forms(torch.float64)[name]
-    counts = torch.tensor([*COUNTS, 0])
-    users = UserRows(counts, ROWS, 4, equal=False)
-    norms = users.norms(summable(form), 1e-16)
-    for user, (start, count) in enumerate(zip(np.cumsum([0, *COUNTS]), COUNTS, strict=False)):
+    equal = len(set(counts)) == 1
+    users = UserRows(torch.tensor(counts if equal else [*counts, 0]), ROWS, 4, equal)
+    norms, summed = users.norms(summable(form), 1e-16), users.summed(summable(form))
+    for user, (start, count) in enumerate(zip(np.cumsum([0, *counts]), counts, strict=False)):
         own = torch.zeros(ROWS, dtype=torch.float64)
         own[start : start + count] = 1.0
-        total = torch.zeros(shape, dtype=torch.float64)
+        total, again = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
         form.add(total, own)
+        alone = torch.zeros(len(users.counts), dtype=torch.float64)
+        alone[user] = 1.0
+        summed.add(again, users.of_rows(alone, 0.0) if isinstance(summed, RowsOfUsers) else alone)
+        torch.testing.assert_close(again, total, rtol=1e-12, atol=1e-12)
         assert float(norms[user]) == pytest.approx(float(total.norm()), rel=1e-12)
+        assert float(summed.norms(1e-16)[user]) == pytest.approx(float(total.norm()), rel=1e-12)
+
+
+def test_what_is_found_of_users_is_that_of_each_of_their_rows():
+    users = UserRows(torch.tensor([*COUNTS, 0]), ROWS, 4, equal=False)
     weights = users.of_rows(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), 0.0)
     assert weights.tolist() == [1, 1, 2, 3, 3, 3, 3, 4, 4, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_sums_of_users_are_materialised_where_they_are_small(equal):
+    users = UserRows(torch.tensor([3, 3, 3, 3]), 12, 3, equal)
+    wide = Outer(torch.randn(12, 1, 30), torch.randn(12, 1, 40))
+    narrow = Outer(torch.randn(12, 4, 6), torch.randn(12, 4, 8))
+    dense = Within(Dense(torch.randn(12, 5)), Place((5,), (1,)), (10,))
+    assert isinstance(users.summed(wide), RowsOfUsers)
+    assert isinstance(users.summed(narrow), Dense) is equal
+    found = users.summed(dense)
+    assert isinstance(found, Within)
+    assert found.dense().shape == (4, 10)
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -146,11 +169,15 @@ def test_neither_padding_nor_others_rows_enter_a_users_sum(equal):
     counts = torch.tensor([3, 3, 3, 0] if equal else [3, 1, 4, 0])
     rows = torch.randn(12, 6, dtype=torch.float64)
     users = UserRows(counts, 12, int(counts.max()), equal)
-    plain = users.norms(Dense(rows), 0.0)
+    plain, sums = users.norms(Dense(rows), 0.0), users.summed(Dense(rows)).dense()
     others = torch.full_like(rows, torch.nan)
     second = slice(3, 3 + int(counts[1]))
     others[second] = rows[second]
     assert torch.equal(users.norms(Dense(others), 0.0)[1], plain[1])
+    assert torch.equal(users.summed(Dense(others)).dense()[1], sums[1])
+    products = users.norms(Outer(others[:, None], rows[:, None]), 0.0).isnan()
+    assert products[:3].tolist() == [True, False, True]
+    assert equal or not products[3]
 
 
 def test_rows_that_cancel_leave_no_user_unclipped():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -28,7 +28,7 @@ from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradient_forms import Gradient, change
 from vestige.engines.per_example.parameter_expressions import full_precision
-from vestige.engines.per_example.sums_of_users import UserRows, summable
+from vestige.engines.per_example.sums_of_users import RowsOfUsers, UserRows, summable
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference
@@ -154,8 +154,8 @@ def add_weighted(
     kept, into = into, into if isinstance(into, Tensor) else into.like
     with torch.no_grad(), full_precision(into):
         if users is not None:
-            gradients = {name: summable(gradient) for name, gradient in gradients.items()}
-        norms = _norms(gradients, layout, into, examples, users)
+            gradients = {name: users.summed(summable(gradient)) for name, gradient in gradients.items()}
+        norms = _norms(gradients, layout, into, examples)
         if real is not None:
             norms = torch.where(real[:, None], norms, torch.inf)
         suspect = ~norms.isfinite().all(dim=1)
@@ -163,22 +163,20 @@ def add_weighted(
         # would end the capture of a CUDA graph; there every example is blanked or kept, at the price of a copy.
         blank = real is not None or (into.is_cuda and torch.cuda.is_current_stream_capturing())
         if not blank and bool(suspect.any()):
-            rows = suspect if users is None else users.of_rows(suspect, False)
-            few, own = _selected(gradients, rows), None if users is None else users.among(suspect)
-            norms[suspect] = _norms(few, layout, into, int(suspect.sum()), own)
+            norms[suspect] = _norms(_selected(gradients, suspect), layout, into, int(suspect.sum()))
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
             unusable = suspect if users is None else users.of_rows(suspect, True)
-            gradients = _blanked(gradients, unusable, in_place=real is not None)
+            gradients = _blanked(gradients, suspect, unusable, in_place=real is not None)
         exact = weights(clip, norms) * slack(into)
         constants, place = layout.distinct_constants
         # One constant or several, the kernels are as many; multiplied before it is rounded.
         scaled = exact * constants[0] if len(constants) == 1 else exact * _scales(constants, into.device)[:, None, None]
         factors = scaled.to(into.dtype).mT.contiguous().view(len(constants), *exact.t().shape)
-        if users is not None:
-            factors = users.of_rows(factors, 0.0)
+        of_rows = factors if users is None else users.of_rows(factors, 0.0)
         for s in layout.segments:
-            share = factors[place[s.scale], s.group]
+            own = of_rows if isinstance(gradients.get(s.name), RowsOfUsers) else factors
+            share = own[place[s.scale], s.group]
             if isinstance(kept, ShardedSum):
                 with kept.at(s) as where:
                     if s.name in gradients:
@@ -188,15 +186,13 @@ def add_weighted(
     return norms
 
 
-def _norms(
-    gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, examples: int, users: UserRows | None
-) -> Tensor:
+def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, examples: int) -> Tensor:
     present = [s for s in layout.segments if s.name in gradients]
     if not present:
         return into.new_zeros(examples, layout.groups, dtype=torch.float64)
     unit = torch.finfo(into.dtype).eps
     found = [gradients[s.name] for s in present]
-    each = torch.stack([g.norms(unit) if users is None else users.norms(g, unit) for g in found], dim=1)
+    each = torch.stack([gradient.norms(unit) for gradient in found], dim=1)
     # The constants are in float64, so that the product is: one kernel, balanced or not.
     scales = None if layout.constants is None else _scales(tuple(s.scale for s in present), into.device)
     squares = (each.double() if scales is None else each * scales).square()
@@ -215,17 +211,32 @@ def _membership(owners: tuple[int, ...], groups: int, device: torch.device) -> T
     return torch.nn.functional.one_hot(torch.tensor(owners, device=device), groups).double()
 
 
-def _selected(gradients: Mapping[str, Gradient], rows: Tensor) -> dict[str, Gradient]:
+def _selected(gradients: Mapping[str, Gradient], examples: Tensor) -> dict[str, Gradient]:
     """Some examples' gradients, in float64: norms that overflow float32 are still norms."""
 
-    def select(tensor: Tensor) -> Tensor:
+    def select(tensor: Tensor, rows: Tensor = examples) -> Tensor:
         return tensor[rows].double() if tensor.is_floating_point() else tensor[rows]
 
-    return {name: change(gradient, select) for name, gradient in gradients.items()}
+    found: dict[str, Gradient] = {}
+    for name, gradient in gradients.items():
+        if isinstance(gradient, RowsOfUsers):
+            rows = gradient.users.of_rows(examples, False)
+            few = change(gradient.of, partial(select, rows=rows))
+            found[name] = RowsOfUsers(few, gradient.users.among(examples))
+        else:
+            found[name] = change(gradient, select)
+    return found
 
 
-def _blanked(gradients: Mapping[str, Gradient], rows: Tensor, in_place: bool) -> dict[str, Gradient]:
-    def blank(tensor: Tensor) -> Tensor:
-        return kernels.blanked(tensor, rows, in_place)
+def _blanked(gradients: Mapping[str, Gradient], examples: Tensor, rows: Tensor, in_place: bool) -> dict[str, Gradient]:
+    """Without these examples, which are these rows."""
 
-    return {name: change(gradient, blank) for name, gradient in gradients.items()}
+    def blank(tensor: Tensor, those: Tensor = examples) -> Tensor:
+        return kernels.blanked(tensor, those, in_place)
+
+    return {
+        name: RowsOfUsers(change(gradient.of, partial(blank, those=rows)), gradient.users)
+        if isinstance(gradient, RowsOfUsers)
+        else change(gradient, blank)
+        for name, gradient in gradients.items()
+    }

@@ -409,10 +409,10 @@ class Patches:
         row = (self.image[:, 0], self.signal[:, 0]) if self._has_rows() else (self.image, self.signal)
         return kernels.can_fuse_convolution(*row, self.geometry.groups)
 
-    def _fused(self, keep: bool) -> tuple[Tensor, Tensor]:
+    def _fused(self, keep: bool, segments: kernels.Segments | None = None) -> tuple[Tensor, Tensor]:
         shape: Any = tuple(vars(self.geometry).values())
         image, signal = (each.flatten(0, 1) if self._has_rows() else each for each in (self.image, self.signal))
-        return kernels.convolution_gradients(image, signal, shape, keep, self.rows)
+        return kernels.convolution_gradients(image, signal, shape, keep, self.rows, segments)
 
     def _padded_size(self) -> int:
         space = self.image.shape[-len(self.geometry.kernel) :]

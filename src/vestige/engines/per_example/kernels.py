@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -15,17 +18,62 @@ ALIGNED, LONG, LARGE = {"cuda"}, 2048, 2**22
 """Where rows should begin at certain addresses, if they are so long, and are copied for that, in a tensor so large."""
 
 
-def outer_norms(left: Tensor, right: Tensor, unit: float, margin: float = 0.0) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Segments:
+    """Which rows of a batch belong together: `counts` [segments] of them side by side from `starts` [segments] on, and
+    at most `most`. A row that is in no segment is not read: it may hold anything."""
+
+    starts: Tensor
+    counts: Tensor
+    most: int
+    rows: int
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        """A copy [segments, most, ...] of [rows, ...], zero where a segment has fewer."""
+        index, absent = self._index
+        found = tensor.index_select(0, index).unflatten(0, absent.shape)
+        return found.masked_fill_(absent.view(*absent.shape, *[1] * (tensor.dim() - 1)), 0)
+
+    @cached_property
+    def _index(self) -> tuple[Tensor, Tensor]:
+        turn = torch.arange(self.most, device=self.starts.device)
+        index = (self.starts[:, None] + turn).clamp_(max=self.rows - 1)
+        return index.flatten(), turn >= self.counts[:, None]
+
+
+def outer_norms(
+    left: Tensor, right: Tensor, unit: float, margin: float = 0.0, segments: Segments | None = None
+) -> tuple[Tensor, Tensor]:
     """Norms of sum_t outer(left[i, t], right[i, t]), `bounded`, and the sums of the norms of its terms: [examples]
-    each, from [examples, positions, width] each."""
-    if left.is_cuda and left.dtype != torch.float64 and triton_available():
+    each, from [examples, positions, width] each. With segments, an example is the rows of one."""
+    if can_fuse(left):
         from vestige.engines.per_example import triton_gradient_norms
 
         left, right = in_rows(left), in_rows(right)
         steps = row_step(left) or 0, row_step(right) or 0
-        return triton_gradient_norms.outer_norms(left, right, steps, rounding(left), unit, margin)
+        places = None if segments is None else (segments.starts, segments.counts, segments.most)
+        return triton_gradient_norms.outer_norms(left, right, steps, rounding(left), unit, margin, places)
+    if segments is not None:
+        left, right = (segments.padded(each).flatten(1, 2) for each in (left, right))
     squares, lengths = outer_squares(left, right)
     return bounded(squares, lengths, unit, margin), lengths
+
+
+def can_fuse(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and triton_available()
+
+
+def segment_sums(value: Tensor, segments: Segments) -> Tensor:
+    """The sums of the rows of each segment, [segments, ...] of [rows, ...]."""
+    if can_fuse(value):
+        from vestige.engines.per_example import triton_gradient_norms
+
+        rows = value.reshape(len(value), prod(value.shape[1:]))
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        found = triton_gradient_norms.segment_sums(rows, segments.starts, segments.counts)
+        return found.view(-1, *value.shape[1:])
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    return segments.padded(wide).sum(dim=1)
 
 
 def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,19 +132,25 @@ def can_fuse_convolution(image: Tensor, signal: Tensor, groups: int) -> bool:
 
 
 def convolution_gradients(
-    image: Tensor, signal: Tensor, shape: tuple[Pair, Pair, Pair, Pair, int], keep: bool, rows: int = 1
+    image: Tensor,
+    signal: Tensor,
+    shape: tuple[Pair, Pair, Pair, Pair, int],
+    keep: bool,
+    rows: int = 1,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Per-example weight gradients [examples, out, in / groups, *kernel] (if kept), and their squared norms.
 
     From image [examples * rows, in, height, width] and the gradient of the output; the rows of an example, side by
-    side, add up. `shape` is kernel, stride, padding and dilation, each (height, width), and groups. Products of numbers
-    in half precision are exact, and added up in float32.
+    side, add up; with segments, those of one. `shape` is kernel, stride, padding and dilation, each (height, width),
+    and groups. Products of numbers in half precision are exact, and added up in float32.
     """
     from vestige.engines.per_example import triton_gradient_norms
 
     if image.dtype != signal.dtype:
         image, signal = image.float(), signal.float()
-    return triton_gradient_norms.convolution_gradients(image, signal, shape, keep, rows)
+    places = None if segments is None else (segments.starts * rows, segments.counts * rows)
+    return triton_gradient_norms.convolution_gradients(image, signal, shape, keep, rows, places)
 
 
 def filter_products(dense: Tensor, against: Tensor) -> Tensor:

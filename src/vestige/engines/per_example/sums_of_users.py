@@ -7,9 +7,9 @@ are that are users of their own. So a pass, and what is captured of it, is about
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, sqrt
+from math import ceil, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from vestige.engines.per_example.gradient_forms import (
     Within,
     wide,
 )
-from vestige.tf32 import MARGIN, multiplies_in_tf32
+from vestige.tf32 import MARGIN, convolves_in_tf32, multiplies_in_tf32
 
 MOST_BLANK = 4
 """Norms of users with unequal numbers of rows are taken of at most so many times as many rows as there are."""
@@ -106,10 +106,8 @@ class UserRows:
         return UserRows(counts, int(counts.sum()), self.most, self.equal)
 
     @cached_property
-    def _index(self) -> tuple[Tensor, Tensor]:
-        turn = torch.arange(self.most, device=self.counts.device)
-        index = (self._ends - self.counts)[:, None] + turn
-        return index.clamp(max=self.rows - 1).flatten(), turn >= self.counts[:, None]
+    def _segments(self) -> kernels.Segments:
+        return kernels.Segments(self._ends - self.counts, self.counts, self.most, self.rows)
 
     def _together(self, tensor: Tensor) -> Tensor:
         """[rows, ...] as [users, most, ...], zero where a user has fewer. Where all have as many, nothing is moved:
@@ -117,13 +115,35 @@ class UserRows:
         users = len(self.counts)
         if self.equal:
             return tensor[: users * self.most].unflatten(0, (users, self.most))
-        index, absent = self._index
-        found = tensor.index_select(0, index).unflatten(0, (users, self.most))
-        return found.masked_fill_(absent.view(*absent.shape, *[1] * (tensor.dim() - 1)), 0)
+        return self._segments.padded(tensor)
 
     def _joined(self, tensor: Tensor) -> Tensor:
         """[rows, positions, ...] as [users, most * positions, ...]."""
         return self._together(tensor).flatten(1, 2)
+
+    def summed(self, gradient: Gradient) -> Gradient:
+        """The gradients of users: materialised, where that is no larger than what their rows' are made of. What is
+        clipped is then the sum as it was rounded, and no norm need cover how it would round again."""
+        if isinstance(gradient, Within):
+            inside = self.summed(gradient.of)
+            return RowsOfUsers(gradient, self) if isinstance(inside, RowsOfUsers) else replace(gradient, of=inside)
+        found: Tensor | None = None
+        if isinstance(gradient, Dense):
+            found = self._sums(gradient.value)
+        elif isinstance(gradient, Outer) and self.equal and len(self.counts):
+            positions, out, width = self.most * gradient.left.shape[1], gradient.left.shape[2], gradient.right.shape[2]
+            if positions > 1 and out * width <= positions * (out + width):
+                found = self._outer(gradient).dense()
+        elif isinstance(gradient, Patches) and (self.equal or gradient._fuses()) and len(self.counts):
+            numbers = gradient.image.numel() + gradient.signal.numel()
+            if 4 * prod(gradient.shape) * len(self.counts) <= 5 * numbers:
+                found = self._convolved(gradient, keep=True)[0]
+        return RowsOfUsers(gradient, self) if found is None else Dense(found)
+
+    def _sums(self, value: Tensor) -> Tensor:
+        if self.equal:
+            return self._together(wide(value)).sum(dim=1)
+        return kernels.segment_sums(value, self._segments)
 
     def norms(self, gradient: Gradient, unit: float) -> Tensor:
         """2-norms of the sums of the users' rows, [users]. They bound what `gradient.add` makes of a user, however much
@@ -133,17 +153,22 @@ class UserRows:
         if isinstance(gradient, Parts):
             return torch.linalg.vector_norm(torch.stack([self.norms(each, unit) for each in gradient.parts]), dim=0)
         if isinstance(gradient, Outer):
-            return self._outer_norms(self._outer(gradient), unit)
+            margin = MARGIN if multiplies_in_tf32(gradient.left) else 0.0
+            if self.equal:
+                return self._outer(gradient).norms(unit)
+            return kernels.outer_norms(gradient.left, gradient.right, unit, margin, self._segments)[0]
         if isinstance(gradient, Lookup):
             return self._lookup(gradient).norms(unit)
         if isinstance(gradient, Tied):
             return Tied(self._lookup(gradient.lookup), self._outer(gradient.outer)).norms(unit)
         if isinstance(gradient, Patches):
-            return self._patches_norms(gradient, unit)
+            lengths = self._sums(gradient._lengths())
+            norms = self._convolved(gradient, keep=False)[1]
+            return _covering(norms, lengths, unit, convolves_in_tf32(gradient.image))
         assert isinstance(gradient, Dense), "others are made dense before"
-        each = self._together(wide(gradient.value))
-        lengths = torch.linalg.vector_norm(each.flatten(2) if each.dim() > 2 else each[:, :, None], dim=2).sum(dim=1)
-        return _covering(Dense(each.sum(dim=1)).norms(), lengths, unit, multiplies_in_tf32(each))
+        lengths = self._sums(gradient.norms())
+        norms = Dense(self._sums(gradient.value)).norms()
+        return _covering(norms, lengths, unit, multiplies_in_tf32(gradient.value))
 
     def _outer(self, gradient: Outer) -> Outer:
         return Outer(self._joined(gradient.left), self._joined(gradient.right))
@@ -151,19 +176,43 @@ class UserRows:
     def _lookup(self, gradient: Lookup) -> Lookup:
         return Lookup(self._joined(gradient.index), self._joined(gradient.rows), gradient.height)
 
-    def _outer_norms(self, joined: Outer, unit: float) -> Tensor:
-        positions, out, width = joined.left.shape[1], joined.left.shape[2], joined.right.shape[2]
-        if positions == 1 or out * width > positions * (out + width):
-            return joined.norms(unit)
-        sizes = [torch.linalg.vector_norm(wide(each), dim=2) for each in (joined.left, joined.right)]
-        lengths = torch.linalg.vecdot(*sizes)
-        return _covering(Dense(joined.dense()).norms(), lengths, unit, multiplies_in_tf32(joined.left))
+    def _convolved(self, gradient: Patches, keep: bool) -> tuple[Tensor, Tensor]:
+        """The gradients of users, if kept, or else their norms."""
+        if self.equal or not gradient._fuses() or (not keep and self._of_pixels(gradient)):
+            found = _views(gradient, self._together(gradient.image), self._together(gradient.signal))
+            return (found.dense(), found.signal) if keep else (found.signal, found._norms())
+        gradients, squares = gradient._fused(keep, self._segments)
+        return gradients, squares.sqrt()
 
-    def _patches_norms(self, gradient: Patches, unit: float) -> Tensor:
-        image, signal = self._together(gradient.image), self._together(gradient.signal)
-        if gradient._has_rows():
-            image, signal = image.flatten(1, 2), signal.flatten(1, 2)
-        return Patches(image, signal, gradient.geometry).norms(unit)
+    def _of_pixels(self, gradient: Patches) -> bool:
+        """Whether inner products of pixels cost less, of a user with the most rows, even where rows are copied."""
+        one = _views(gradient, gradient.image[: self.most][None], gradient.signal[: self.most][None])
+        return one._ghost_cost() < one._direct_cost()
+
+
+def _views(gradient: Patches, image: Tensor, signal: Tensor) -> Patches:
+    """Of images [users, rows, ...], where a row may itself be several of the convolution's batch."""
+    if gradient._has_rows():
+        image, signal = image.flatten(1, 2), signal.flatten(1, 2)
+    return Patches(image, signal, gradient.geometry)
+
+
+@dataclass(frozen=True)
+class RowsOfUsers:
+    """The gradients of users by those of their rows, which are added with the factor of their user each."""
+
+    of: Gradient
+    users: UserRows
+
+    def norms(self, unit: float) -> Tensor:
+        return self.users.norms(self.of, unit)
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        """Of rows: what they are is the same for all parameters (`UserRows.of_rows`)."""
+        self.of.add(into, factors)
+
+    def dense(self) -> Tensor:
+        return self.users._sums(self.of.dense())
 
 
 def _covering(norms: Tensor, lengths: Tensor, unit: float, tf32: bool) -> Tensor:

@@ -23,23 +23,35 @@ ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 
 
 def outer_norms(
-    left: Tensor, right: Tensor, steps: Pair, hidden: float, unit: float, margin: float
+    left: Tensor,
+    right: Tensor,
+    steps: Pair,
+    hidden: float,
+    unit: float,
+    margin: float,
+    segments: tuple[Tensor, Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.outer_norms`: inner products between positions, tile by tile, never written to memory; and what
     rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles. Their rows lie at
     these distances."""
     examples, positions, _ = left.shape
-    if examples == 0:
-        return left.new_zeros(0, dtype=torch.float32), left.new_zeros(0, dtype=torch.float32)
-    tile = _tile(positions)
-    tiles = triton.cdiv(positions, tile)
+    starts = counts = left  # not read
+    most = positions
+    if segments is not None:
+        starts, counts, rows = segments
+        examples, most = len(starts), rows * positions
+    if examples == 0 or positions == 0:
+        return left.new_zeros(examples, dtype=torch.float32), left.new_zeros(examples, dtype=torch.float32)
+    tile = _tile(most)
+    tiles = triton.cdiv(most, tile)
     pairs = tiles * (tiles + 1) // 2  # the matrix is symmetric: off the diagonal every tile counts twice
     squares, lengths = (torch.empty(examples, size, device=left.device) for size in (pairs, tiles))
     norms, sums = torch.empty(2, examples, device=left.device)
     with torch.cuda.device_of(left):
         _outer_squares[(pairs, examples)](
-            left, right, squares, lengths, positions, left.shape[2], steps[0], right.shape[2], steps[1],
-            pairs, tiles, TILE=tile, DEPTH=min(64, 2 * tile), PRECISION=_precision(left, tf32_products()),
+            left, right, squares, lengths, starts, counts, positions, left.shape[2], steps[0], right.shape[2], steps[1],
+            pairs, tiles, SEGMENTED=segments is not None,
+            TILE=tile, DEPTH=min(64, 2 * tile), PRECISION=_precision(left, tf32_products()),
             num_warps=max(1, tile // 16), num_stages=_stages(left.device.index or 0),
         )  # fmt: skip
         _bounded[(examples,)](
@@ -71,13 +83,13 @@ def _tile(positions: int) -> int:
 
 @triton.jit
 def _gram(
-    matrix, example, rows, columns, positions, width, step,
+    matrix, first, rows, columns, positions, width, step,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Inner products of two tiles of positions, over the whole width."""
+    """Inner products of two tiles of so many positions from the first on, over the whole width."""
     product = tl.zeros((TILE, TILE), dtype=tl.float32)
-    ones = matrix + (example * positions + rows.to(tl.int64))[:, None] * step
-    others = matrix + (example * positions + columns.to(tl.int64))[:, None] * step
+    ones = matrix + (first + rows.to(tl.int64))[:, None] * step
+    others = matrix + (first + columns.to(tl.int64))[:, None] * step
     left, right = (rows < positions)[:, None], (columns < positions)[:, None]
     whole = width // DEPTH * DEPTH
     for start in range(0, whole, DEPTH):  # without a mask across, numbers are read four at a time
@@ -95,21 +107,30 @@ def _gram(
 
 @triton.jit
 def _outer_squares(
-    left, right, squares, lengths, positions, out_width, out_step, in_width, in_step, pairs, tiles,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    left, right, squares, lengths, starts, counts, positions, out_width, out_step, in_width, in_step, pairs, tiles,
+    SEGMENTED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = 0, pair
     while column > row:  # row by row up to the diagonal
         row += 1
         column -= row
+    start, own = example * positions, positions
+    if SEGMENTED:  # the rows of an example lie from a first one on, in any number
+        start = tl.load(starts + example).to(tl.int64) * positions
+        own = tl.load(counts + example).to(tl.int32) * positions
+        if row * TILE >= own:  # beyond its last position
+            if column == row:
+                tl.store(lengths + example * tiles + row, 0.0)
+            tl.store(squares + example * pairs + pair, 0.0)
+            return
     rows = row * TILE + tl.arange(0, TILE)
     columns = column * TILE + tl.arange(0, TILE)
-    first = _gram(left, example, rows, columns, positions, out_width, out_step, TILE, DEPTH, PRECISION)
-    second = _gram(right, example, rows, columns, positions, in_width, in_step, TILE, DEPTH, PRECISION)
-    total = tl.sum(first * second)
+    one = _gram(left, start, rows, columns, own, out_width, out_step, TILE, DEPTH, PRECISION)
+    other = _gram(right, start, rows, columns, own, in_width, in_step, TILE, DEPTH, PRECISION)
+    total = tl.sum(one * other)
     if column == row:
-        diagonal = tl.where(rows[:, None] == columns[None, :], first * second, 0.0)
+        diagonal = tl.where(rows[:, None] == columns[None, :], one * other, 0.0)
         tl.store(lengths + example * tiles + row, tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0))))
     else:
         total = 2 * total
@@ -144,7 +165,12 @@ def _bounded(
 
 
 def convolution_gradients(
-    image: Tensor, signal: Tensor, shape: ConvolutionShape, keep: bool, views: int = 1
+    image: Tensor,
+    signal: Tensor,
+    shape: ConvolutionShape,
+    keep: bool,
+    views: int = 1,
+    segments: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.convolution_gradients`: patches are read where they lie in the image, never written out.
 
@@ -155,7 +181,8 @@ def convolution_gradients(
     form = torch.channels_last if last else torch.contiguous_format
     image, signal = (each.contiguous(memory_format=form) for each in (image, signal))
     (_, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
-    examples = len(image) // views
+    examples = len(image) // views if segments is None else len(segments[0])
+    starts, counts = (image, image) if segments is None else segments  # not read where there are none
     kernel, stride, padding, dilation, groups = shape
     columns = channels // groups * kernel[0] * kernel[1]
     rows = outputs // groups
@@ -164,14 +191,16 @@ def convolution_gradients(
     tiles = triton.cdiv(rows, row_tile) * column_tiles
     gradients = torch.empty((examples, outputs, columns) if keep else 1, device=image.device)
     squares = torch.empty(examples, groups * tiles, device=image.device)
+    if examples == 0:
+        return gradients.view(0, outputs, channels // groups, *kernel) if keep else gradients, squares.sum(dim=1)
     with torch.cuda.device_of(image):
         _convolution_gradients[(examples * groups * tiles,)](
-            image, signal, gradients, squares,
+            image, signal, gradients, squares, starts, counts,
             channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1],
             columns, column_tiles, tiles, views * positions[0] * positions[1],
             stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
             GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
-            VIEWED=views > 1, LAST=last,
+            VIEWED=views > 1 or segments is not None, SEGMENTED=segments is not None, LAST=last,
             ROWS=row_tile, COLUMNS=column_tile, DEPTH=32 if image.element_size() == 4 else 64,
             PRECISION=_precision(image, tf32_convolutions()), num_warps=8 if row_tile == 128 else 4,
         )  # fmt: skip
@@ -188,19 +217,22 @@ def _side(size: int, largest: int) -> int:
 
 @triton.jit
 def _convolution_gradients(
-    image, signal, gradients, squares,
+    image, signal, gradients, squares, starts, counts,
     channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles, all_positions,
     stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
     GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr, ALIKE: tl.constexpr,
-    VIEWED: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VIEWED: tl.constexpr, SEGMENTED: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     example, group = (block // GROUPS).to(tl.int64), block % GROUPS
     row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     rows = outputs // GROUPS
-    first = example * (all_positions // positions)
+    first, end = example * (all_positions // positions), all_positions
+    if SEGMENTED:  # the rows of an example lie from a first one on, in any number
+        first = tl.load(starts + example).to(tl.int64)
+        end = tl.load(counts + example).to(tl.int32) * positions
     if LAST:  # the columns of one place of the kernel are channels, side by side
         place_in_kernel = column // (channels // GROUPS)
         channel = group * (channels // GROUPS) + column % (channels // GROUPS)
@@ -214,9 +246,9 @@ def _convolution_gradients(
     offset_h = place_in_kernel // WIDTH * dilation_h - padding_h
     offset_w = place_in_kernel % WIDTH * dilation_w - padding_w
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, all_positions, DEPTH):
+    for start in range(0, end, DEPTH):
         everywhere = start + tl.arange(0, DEPTH)
-        inside = everywhere < all_positions
+        inside = everywhere < end
         place = everywhere
         if VIEWED:  # the positions of an example's views are one long row
             view, place = everywhere // positions, everywhere % positions
@@ -252,6 +284,31 @@ def _convolution_gradients(
             total,
             mask=(row < rows)[:, None] & (column < columns)[None, :],
         )
+
+
+def segment_sums(value: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    """See `kernels.segment_sums`: every number is read once; of [rows, width] that lie one after the other."""
+    width = value.shape[1]
+    found = torch.empty(len(starts), width, device=value.device)
+    block = min(1024, triton.next_power_of_2(max(1, width)))
+    if found.numel():
+        with torch.cuda.device_of(value):
+            _segment_sums[(len(starts), triton.cdiv(width, block))](
+                value, found, starts, counts, width, value.stride(0), BLOCK=block, num_warps=max(1, block // 256)
+            )
+    return found
+
+
+@triton.jit
+def _segment_sums(value, found, starts, counts, width, step, BLOCK: tl.constexpr):
+    example = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    numbers = value + tl.load(starts + example).to(tl.int64) * step + place
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in range(0, tl.load(counts + example).to(tl.int32)):
+        total += tl.load(numbers, mask=place < width, other=0.0).to(tl.float32)
+        numbers += step
+    tl.store(found + example * width + place, total, mask=place < width)
 
 
 def filter_products(dense: Tensor, against: Tensor) -> Tensor:
