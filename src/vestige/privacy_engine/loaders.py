@@ -102,10 +102,9 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
         own = self._group.own(self._sampling.draw(self.population, draw, self._randomness))
         parts = [own] if self.physical_batch is None else users.parts(own, self.physical_batch)
         for number, few in enumerate(parts):
-            groups = users.rows(draw, few)
-            rows = [row for group in groups for row in group.flatten().tolist()]
-            counts = tuple((len(group), group.shape[1]) for group in groups)
-            part = Microbatch(draw, number, number == len(parts) - 1, len(rows), users=counts)
+            found, counts = users.together(draw, few)
+            rows = found.tolist()
+            part = Microbatch(draw, number, number == len(parts) - 1, len(rows), users=tuple(counts))
             self.parts.announce(part)
             yield rows + [rows[0] if rows else 0] * (part.rows - len(rows))
 

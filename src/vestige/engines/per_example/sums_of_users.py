@@ -38,6 +38,11 @@ class RowCounts:
 
     users: Mapping[int, int]
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """What `places` has found: every step asks it of several sizes."""
+        return {}
+
     @property
     def most(self) -> int:
         return max(self.users)
@@ -56,10 +61,13 @@ class RowCounts:
 
     def places(self, rows: int) -> int:
         """For how many users there is room among so many rows, if not exceptionally many have exceptionally few."""
-        if self.equal:
-            return rows // self.most
-        likely, spread = rows / self.mean, self.mean_square / self.mean**2 - 1
-        return min(ceil(likely + 3 * sqrt(likely * spread)), rows // min(self.users), sum(self.users.values()))
+        if rows not in self._places:
+            likely, spread = rows / self.mean, self.mean_square / self.mean**2 - 1
+            most = min(rows // min(self.users), sum(self.users.values()))
+            self._places[rows] = (
+                rows // self.most if self.equal else min(ceil(likely + 3 * sqrt(likely * spread)), most)
+            )
+        return self._places[rows]
 
     def whole(self, rows: int) -> int:
         """So many rows, or a few more: room for whole users where all have the same number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -98,6 +99,11 @@ class RowsOfEach:
         self._owned, self._randomness = owned, randomness
         self._most = owned.counts if cap is None else np.minimum(owned.counts, cap)
         """How many rows of each user take part."""
+        self._all = bool((self._most == owned.counts).all())
+        self._table: Rows | None = None
+        """Where all users have as many rows, and all take part: [users, rows]."""
+        if self._all and owned.users and (owned.counts == owned.counts[0]).all():
+            self._table = owned.by_user.reshape(owned.users, -1)
 
     @property
     def mean(self) -> float:
@@ -122,15 +128,34 @@ class RowsOfEach:
             rows += count
         return torch.tensor_split(users, ends)
 
-    def rows(self, index: int, users: Tensor) -> list[Tensor]:
-        """The rows of these users for a question, batched by their number of rows: [users, rows] each."""
-        if len(users) == 0:
-            return [torch.zeros(0, 1, dtype=torch.long)]
-        chosen, counts = users.numpy(), self._most[users.numpy()]
+    def together(self, index: int, users: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """The rows of these users for a question, one user's after another's: in the order of their numbers of rows,
+        and how many users have how many."""
+        chosen = users.numpy()
+        if len(chosen) == 0:
+            return torch.zeros(0, dtype=torch.long), [(0, 1)]
+        if self._table is not None:
+            found = self._table[chosen]
+            return torch.from_numpy(found.reshape(-1)), [(found.shape[0], found.shape[1])]
+        counts = self._most[chosen]
+        order = np.argsort(counts, kind="stable")
+        chosen, counts = chosen[order], counts[order]
+        ends = [*(1 + np.flatnonzero(counts[1:] != counts[:-1])).tolist(), len(counts)]
+        numbers = [(end - start, int(counts[start])) for start, end in pairwise([0, *ends])]
+        if self._all:
+            first = self._owned.starts[chosen] - (np.cumsum(counts) - counts)
+            return torch.from_numpy(self._owned.by_user[np.arange(counts.sum()) + first.repeat(counts)]), numbers
         # Which of a user's rows take part need not be secret, only blind to their content, and the same in every part
         # and process that a sample may be divided over.
         seed = int(self._randomness.stream("rows of users", 1 + index).integers(2**63))
-        return [self._rows_of(chosen[counts == count], int(count), seed) for count in np.unique(counts)]
+        pairs = zip(np.split(chosen, ends[:-1]), numbers, strict=True)
+        return torch.cat([self._rows_of(some, count, seed).flatten() for some, (_, count) in pairs]), numbers
+
+    def rows(self, index: int, users: Tensor) -> list[Tensor]:
+        """The same, batched by their number of rows: [users, rows] each."""
+        found, numbers = self.together(index, users)
+        parts = found.split([some * count for some, count in numbers])
+        return [part.view(each) for part, each in zip(parts, numbers, strict=True)]
 
     def _rows_of(self, users: np.ndarray, count: int, seed: int) -> Tensor:
         """So many rows of each of these users, [users, rows], drawn uniformly where there are more."""

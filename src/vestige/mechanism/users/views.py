@@ -59,7 +59,7 @@ class UserExamples:
     def __init__(self, examples: Examples, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
         self._examples, chosen = examples, RowsOfEach(owned, cap, randomness)
         self.device, self.form, self.population = examples.device, examples.form, owned.users
-        self._rows, self.parts, self.numbers = chosen.rows, chosen.parts, chosen.numbers
+        self._together, self.parts, self.numbers = chosen.together, chosen.parts, chosen.numbers
 
     def blank(self) -> Batch:
         return self._examples.blank()
@@ -70,19 +70,18 @@ class UserExamples:
     def ahead(self, draw: Draw) -> Callable[[int, Tensor], list[Batch]]:
         def rows_of(index: int) -> tuple[Sequence[Tensor], int | None]:
             parts, seed = draw(index)
-            return [_all(self._rows(index, part)) for part in parts], seed
+            return [self._together(index, part)[0] for part in parts], seed
 
         fetch = self._examples.ahead(rows_of)
 
         def batches(index: int, users: Tensor) -> list[Batch]:
-            together = self._rows(index, users)
-            return self._stacked(together, fetch(index, _all(together)))
+            rows, numbers = self._together(index, users)
+            return self._stacked(numbers, fetch(index, rows))
 
         return batches
 
-    def _stacked(self, together: Sequence[Tensor], found: list[Batch]) -> list[Batch]:
+    def _stacked(self, numbers: Sequence[tuple[int, int]], found: list[Batch]) -> list[Batch]:
         """Fetched rows as batches of users."""
-        numbers = [(rows.shape[0], rows.shape[1]) for rows in together]
         if all(count == 1 for _, count in numbers):
             return found
         if len(found) == 1 and len(self.numbers) == 1:
@@ -93,10 +92,6 @@ class UserExamples:
             "sample='users': rows of users differ in shape, and a user's rows are averaged in one batch of one shape; "
             "give a collate_fn that pads to one length, or sample='rows'"
         )
-
-
-def _all(together: Sequence[Tensor]) -> Tensor:
-    return torch.cat([rows.flatten() for rows in together])
 
 
 class KeptExamples:
