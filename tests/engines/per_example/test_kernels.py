@@ -316,7 +316,15 @@ def test_a_product_of_odd_width_is_added_in_parts(monkeypatch):
         torch.testing.assert_close(into, 1 + left.t() @ right)
 
 
-SHAPES = [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7), (1, 1100, 4, 3)]
+SHAPES = [
+    (3, 1, 5, 7),
+    (4, 16, 64, 48),
+    (5, 65, 40, 33),
+    (2, 197, 96, 130),
+    (0, 5, 6, 7),
+    (1, 1100, 4, 3),
+    (4, 3, 600, 33),
+]
 
 
 @fused

@@ -54,7 +54,9 @@ def of_each(tensor: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
 
 @fused
 @pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("shape", [(1, 5, 7), (1, 130, 64), (7, 64, 33), (16, 20, 96), (40, 8, 10), (64, 4, 65)])
+@pytest.mark.parametrize(
+    "shape", [(1, 5, 7), (1, 1100, 64), (2, 33, 590), (7, 64, 33), (16, 20, 96), (40, 8, 10), (64, 4, 65)]
+)
 @pytest.mark.parametrize("tf32", [False, True])
 def test_norms_of_products(name, shape, tf32, monkeypatch):
     from vestige.engines.per_example import triton_gradient_norms

@@ -16,7 +16,8 @@ from vestige.tf32 import tf32_convolutions, tf32_products
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 
-BLOCK = 2048
+BLOCK, SLICE = 2048, 512
+"""Numbers that a program reads at once; and of what width one reads inner products of a few positions."""
 Pair = tuple[int, int]
 ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 """Kernel, stride, padding and dilation, each (height, width), and groups."""
@@ -35,7 +36,7 @@ def outer_norms(
     rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles. Their rows lie at
     these distances."""
     examples, positions, _ = left.shape
-    starts = counts = left  # not read
+    starts = counts = None
     most = positions
     if segments is not None:
         starts, counts, rows = segments
@@ -43,6 +44,9 @@ def outer_norms(
     if examples == 0 or positions == 0:
         return left.new_zeros(examples, dtype=torch.float32), left.new_zeros(examples, dtype=torch.float32)
     tile = _tile(most)
+    splits = triton.cdiv(max(left.shape[2], right.shape[2]), SLICE)
+    if most <= tile == 16 and splits > 1:
+        return _sliced_norms(left, right, steps, hidden, unit, margin, (starts, counts), examples, splits)
     tiles = triton.cdiv(most, tile)
     pairs = tiles * (tiles + 1) // 2  # the matrix is symmetric: off the diagonal every tile counts twice
     squares, lengths = (torch.empty(examples, size, device=left.device) for size in (pairs, tiles))
@@ -50,7 +54,7 @@ def outer_norms(
     with torch.cuda.device_of(left):
         _outer_squares[(pairs, examples)](
             left, right, squares, lengths, starts, counts, positions, left.shape[2], steps[0], right.shape[2], steps[1],
-            pairs, tiles, SEGMENTED=segments is not None,
+            pairs, tiles,
             TILE=tile, DEPTH=min(64, 2 * tile), PRECISION=_precision(left, tf32_products()),
             num_warps=max(1, tile // 16), num_stages=_stages(left.device.index or 0),
         )  # fmt: skip
@@ -108,7 +112,7 @@ def _gram(
 @triton.jit
 def _outer_squares(
     left, right, squares, lengths, starts, counts, positions, out_width, out_step, in_width, in_step, pairs, tiles,
-    SEGMENTED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = 0, pair
@@ -116,7 +120,7 @@ def _outer_squares(
         row += 1
         column -= row
     start, own = example * positions, positions
-    if SEGMENTED:  # the rows of an example lie from a first one on, in any number
+    if starts is not None:  # the rows of an example lie from a first one on, in any number
         start = tl.load(starts + example).to(tl.int64) * positions
         own = tl.load(counts + example).to(tl.int32) * positions
         if row * TILE >= own:  # beyond its last position
@@ -154,14 +158,85 @@ def _bounded(
     example = tl.program_id(0).to(tl.int64)
     square = _sum(squares + example * pairs, pairs, BLOCK)
     length = _sum(lengths + example * tiles, tiles, BLOCK)
+    _store_norm(norms + example, sums + example, square, length, hidden, unit, margin, MARGIN)
+
+
+@triton.jit
+def _store_norm(norm_at, length_at, square, length, hidden, unit, margin, MARGIN: tl.constexpr):
     lost = hidden * (length * length)
     norm = tl.sqrt(tl.where(square < 1e3 * lost, tl.maximum(square, 0.0) + lost, square))
     more = unit * length
     norm += tl.where(more > 1e-4 * norm, more, 0.0)
     if MARGIN:
         norm += margin * length
-    tl.store(norms + example, norm)
-    tl.store(sums + example, length)
+    tl.store(norm_at, norm)
+    tl.store(length_at, length)
+
+
+def _sliced_norms(
+    left: Tensor,
+    right: Tensor,
+    steps: Pair,
+    hidden: float,
+    unit: float,
+    margin: float,
+    segments: tuple[Tensor | None, Tensor | None],
+    examples: int,
+    splits: int,
+) -> tuple[Tensor, Tensor]:
+    """The same of few positions that are wide, such as the rows of a user of a linear layer: one tile has all inner
+    products, and would be too little work at once. Several programs take a slice of the width each."""
+    grams = torch.empty(examples, splits, 2, 16, 16, device=left.device)
+    norms, sums = torch.empty(2, examples, device=left.device)
+    slices = [triton.cdiv(triton.cdiv(each.shape[2], splits), 32) * 32 for each in (left, right)]
+    with torch.cuda.device_of(left):
+        _sliced_grams[(splits, examples)](
+            left, right, grams, *segments, left.shape[1], left.shape[2], steps[0], slices[0],
+            right.shape[2], steps[1], slices[1], splits, TILE=16, DEPTH=32,
+            PRECISION=_precision(left, tf32_products()), num_warps=1, num_stages=_stages(left.device.index or 0),
+        )  # fmt: skip
+        _bounded_grams[(examples,)](
+            grams, norms, sums, splits, hidden, 32 * unit, margin, MARGIN=margin > 0, TILE=16, num_warps=1
+        )
+    return norms, sums
+
+
+@triton.jit
+def _sliced_grams(
+    left, right, grams, starts, counts, positions, out_width, out_step, out_slice, in_width, in_step, in_slice, splits,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    split, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start, own = example * positions, positions
+    if starts is not None:
+        start = tl.load(starts + example).to(tl.int64) * positions
+        own = tl.load(counts + example).to(tl.int32) * positions
+    rows = tl.arange(0, TILE)
+    out_here = tl.maximum(tl.minimum(out_slice, out_width - split * out_slice), 0)
+    in_here = tl.maximum(tl.minimum(in_slice, in_width - split * in_slice), 0)
+    one = _gram(left + split * out_slice, start, rows, rows, own, out_here, out_step, TILE, DEPTH, PRECISION)
+    other = _gram(right + split * in_slice, start, rows, rows, own, in_here, in_step, TILE, DEPTH, PRECISION)
+    place = grams + (example * splits + split) * 2 * TILE * TILE + rows[:, None] * TILE + rows[None, :]
+    tl.store(place, one)
+    tl.store(place + TILE * TILE, other)
+
+
+@triton.jit
+def _bounded_grams(grams, norms, sums, splits, hidden, unit, margin, MARGIN: tl.constexpr, TILE: tl.constexpr):
+    """`kernels.bounded` of inner products that were added up over slices of the width."""
+    example = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, TILE)
+    place = grams + example * splits * 2 * TILE * TILE + rows[:, None] * TILE + rows[None, :]
+    one = tl.zeros((TILE, TILE), dtype=tl.float32)
+    other = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for _ in range(0, splits):
+        one += tl.load(place)
+        other += tl.load(place + TILE * TILE)
+        place += 2 * TILE * TILE
+    products = one * other
+    diagonal = tl.where(rows[:, None] == rows[None, :], products, 0.0)
+    length = tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0)))
+    _store_norm(norms + example, sums + example, tl.sum(products), length, hidden, unit, margin, MARGIN)
 
 
 def convolution_gradients(
@@ -182,7 +257,7 @@ def convolution_gradients(
     image, signal = (each.contiguous(memory_format=form) for each in (image, signal))
     (_, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
     examples = len(image) // views if segments is None else len(segments[0])
-    starts, counts = (image, image) if segments is None else segments  # not read where there are none
+    starts, counts = (None, None) if segments is None else segments
     kernel, stride, padding, dilation, groups = shape
     columns = channels // groups * kernel[0] * kernel[1]
     rows = outputs // groups
@@ -200,7 +275,7 @@ def convolution_gradients(
             columns, column_tiles, tiles, views * positions[0] * positions[1],
             stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
             GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
-            VIEWED=views > 1 or segments is not None, SEGMENTED=segments is not None, LAST=last,
+            VIEWED=views > 1 or segments is not None, LAST=last,
             ROWS=row_tile, COLUMNS=column_tile, DEPTH=32 if image.element_size() == 4 else 64,
             PRECISION=_precision(image, tf32_convolutions()), num_warps=8 if row_tile == 128 else 4,
         )  # fmt: skip
@@ -221,8 +296,8 @@ def _convolution_gradients(
     channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles, all_positions,
     stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
     GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr, ALIKE: tl.constexpr,
-    VIEWED: tl.constexpr, SEGMENTED: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    VIEWED: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     example, group = (block // GROUPS).to(tl.int64), block % GROUPS
@@ -230,7 +305,7 @@ def _convolution_gradients(
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     rows = outputs // GROUPS
     first, end = example * (all_positions // positions), all_positions
-    if SEGMENTED:  # the rows of an example lie from a first one on, in any number
+    if starts is not None:  # the rows of an example lie from a first one on, in any number
         first = tl.load(starts + example).to(tl.int64)
         end = tl.load(counts + example).to(tl.int32) * positions
     if LAST:  # the columns of one place of the kernel are channels, side by side
