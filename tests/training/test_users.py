@@ -12,10 +12,12 @@ from torch import nn
 import vestige
 from captured_on_cpu import captured_on_cpu
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.cuda_graphs import Captured
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.clipping import Flat
+from vestige.mechanism.users.ownership import RowsOfEach, ownership
 from vestige.methods.registry import make_method
 from vestige.priced_questions import (
     AllocatedGaussian,
@@ -24,6 +26,7 @@ from vestige.priced_questions import (
     SampledGaussian,
     TruncatedGaussian,
 )
+from vestige.randomness.keys import Randomness
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
@@ -88,6 +91,32 @@ def test_a_user_moves_a_sum_of_users_by_the_bound_at_most(physical_batch, engine
             assert moved == pytest.approx(1.0 if user in sample else 0.0, abs=1e-4)
 
 
+def alone(rows, _):
+    """Each row as a user of its own."""
+    return rows, [(len(rows), 1)]
+
+
+@pytest.mark.parametrize("owners", [OWNERS, np.arange(60) // 4, np.arange(60) % 20], ids=["unequal", "equal", "mixed"])
+@pytest.mark.parametrize("cap", [None, 2, 100])
+def test_rows_of_a_sample_of_users(owners, cap):
+    """Beside each user's rows one by one: users with fewer rows come first, else in the order of the sample."""
+    owned = ownership(owners, len(owners))
+    sample = torch.randperm(owned.users)[: owned.users // 2]
+    chosen = RowsOfEach(owned, cap, Randomness.reproducible(1))
+    found, numbers = chosen.together(5, sample)
+    order = sorted(sample.tolist(), key=lambda user: min(cap or 100, int((owners == user).sum())))
+    assert sum(users for users, _ in numbers) == len(sample)
+    assert len({count for _, count in numbers}) == len(numbers)
+    parts = found.split([count for users, count in numbers for _ in range(users)])
+    for user, rows in zip(order, parts, strict=True):
+        own = np.flatnonzero(owners == user)
+        assert rows.tolist() == sorted(rows.tolist())
+        assert set(rows.tolist()) <= set(own)
+        assert len(rows) == min(cap or 100, len(own))
+    assert torch.equal(found, chosen.together(5, sample)[0])
+    assert chosen.together(5, sample[:0])[1] == [(0, 1)]
+
+
 def test_splitting_a_user_over_two_clips_is_seen():
     """What the test above is for: parts of a sample that divide a user's rows."""
     data = rows(scale=30.0)
@@ -95,8 +124,8 @@ def test_splitting_a_user_over_two_clips_is_seen():
     seen = []
     for each in (run, without):
         examples = each.curator._examples
-        rows_of = examples._rows
-        examples._rows = lambda index, users, of=rows_of: [part.reshape(-1, 1) for part in of(index, users)]
+        rows_of = examples._together
+        examples._together = lambda index, users, of=rows_of: alone(*of(index, users))
         seen.append(clipped_sum(each, 0)[1])
     assert float((seen[0] - seen[1]).norm()) > 1.5
 
@@ -162,23 +191,20 @@ def test_a_step_takes_so_many_rows_of_a_user_and_all_in_turn():
     examples, everyone = run.curator._examples, torch.arange(len(COUNTS))
     seen = set()
     for index in range(40):
-        drawn = torch.cat([part.flatten() for part in examples._rows(index, everyone)]).numpy()
+        drawn = examples._together(index, everyone)[0].numpy()
         assert len(set(drawn)) == len(drawn)
         assert (np.bincount(OWNERS[drawn]) == np.minimum(COUNTS, 2)).all()
         seen |= set(drawn)
     assert len(seen) == len(OWNERS)
-    whole, parts = (
-        sorted(row for part in each for row in part.flatten().tolist())
-        for each in (examples._rows(3, everyone), examples._rows(3, everyone[:9]) + examples._rows(3, everyone[9:]))
-    )
-    assert whole == parts, "a sample may be divided over physical batches and processes"
+    whole, *parts = (examples._together(3, some)[0].tolist() for some in (everyone, everyone[:9], everyone[9:]))
+    assert sorted(whole) == sorted(parts[0] + parts[1]), "a sample may be divided over physical batches and processes"
 
 
 def test_rows_of_a_user_are_drawn_uniformly():
     run = training(sample="users", cap=2, sample_rate=1.0)
     seen = np.zeros(7)
     for index in range(700):
-        (drawn,) = run.curator._examples._rows(index, torch.tensor([6]))
+        drawn, _ = run.curator._examples._together(index, torch.tensor([6]))
         seen += np.isin(np.flatnonzero(OWNERS == 6), drawn.numpy())
     assert ((seen - 200) ** 2 / 200).sum() < 25
 
@@ -188,6 +214,7 @@ def test_captured_steps_are_of_the_size_of_their_users(even, monkeypatch):
     """On a GPU one graph serves users with different numbers of rows; where these are too unequal, each number has
     graphs of its own: one for all would be padded to a multiple."""
     monkeypatch.setattr(RowCounts, "even", lambda counts, rows: even)
+    monkeypatch.setattr(Captured, "close", lambda engine: None)  # else they are gone after the run
     found = {}
     for captures in (True, False):
         with captured_on_cpu():

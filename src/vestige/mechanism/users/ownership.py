@@ -151,12 +151,6 @@ class RowsOfEach:
         pairs = zip(np.split(chosen, ends[:-1]), numbers, strict=True)
         return torch.cat([self._rows_of(some, count, seed).flatten() for some, (_, count) in pairs]), numbers
 
-    def rows(self, index: int, users: Tensor) -> list[Tensor]:
-        """The same, batched by their number of rows: [users, rows] each."""
-        found, numbers = self.together(index, users)
-        parts = found.split([some * count for some, count in numbers])
-        return [part.view(each) for part, each in zip(parts, numbers, strict=True)]
-
     def _rows_of(self, users: np.ndarray, count: int, seed: int) -> Tensor:
         """So many rows of each of these users, [users, rows], drawn uniformly where there are more."""
         owned = self._owned
