@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -401,7 +402,7 @@ class CapturedForm:
         self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
-        self._live: tuple[Pass, list[Tensor], Uses] | None = None
+        self._live: tuple[Pass, list[tuple[GradientEdge | None, torch.dtype]], Uses] | None = None
 
     def fits(self, rows: int, lengths: Lengths) -> bool:
         return any(graphs.rows >= rows for graphs in self._graphs) and all(
@@ -481,20 +482,24 @@ class CapturedForm:
 
     def _capture_graphs(self, rows: int, sent: Sent) -> None:
         shown: list[tuple[list[Any], TreeSpec]] = []
-        with HostTransfers(self.device, sent, given=True):
-            forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
-            backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
-            clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
-        self._live = None
+        try:
+            with HostTransfers(self.device, sent, given=True):
+                forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
+                backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
+                clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
+        finally:  # activations of a capture that broke off would lie beside those of the next one
+            self._live = None
         self._graphs.append(Graphs(rows, Timer(self.device), forward, backward, clip, *shown[0]))
 
     def _run_all(self, rows: int) -> None:
-        self._run_forward(rows)
-        for end in self.ends:
-            end[:rows].fill_(1 / rows)
-        self._run_backward(rows)
-        self._run_clip(rows)
-        self._live = None
+        try:
+            self._run_forward(rows)
+            for end in self.ends:
+                end[:rows].fill_(1 / rows)
+            self._run_backward(rows)
+            self._run_clip(rows)
+        finally:
+            self._live = None
 
     def _run_forward(self, rows: int) -> tuple[list[Any], TreeSpec]:
         """The forward pass on the rows in the buffers; its outputs are copied into `ends`."""
@@ -526,7 +531,9 @@ class CapturedForm:
             end[:rows].copy_(output.detach())
         if now.kept_elsewhere:
             raise NotCapturable("activations are kept elsewhere")
-        self._live = now, held, uses
+        # Their edges in place of the outputs: of logits, nothing but what the loss saved is needed any more.
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in held]
+        self._live = now, list(zip(edges, (output.dtype for output in held), strict=True)), uses
         return kept, tree
 
     def _kept(self, found: Sequence[Any], now: Pass) -> list[Any]:
@@ -554,16 +561,21 @@ class CapturedForm:
         assert self._live is not None
         now, held, uses = self._live
         padding = self._places[:rows] >= self._count
-        signals = [blanked(end[:rows], padding, in_place=True) for end in self.ends]
-        signals = [signal.to(output.dtype, copy=True) for output, signal in zip(held, signals, strict=True)]
-        for signal in signals:
-            now.tracker.label_rows(signal, rows, self._batch)
-        reached = [place for place, output in enumerate(held) if output.requires_grad]
-        outputs, back = [held[place] for place in reached], [signals[place] for place in reached]
+        outputs, back = [], []
+        for end, (edge, dtype) in zip(self.ends, held, strict=True):
+            signal = blanked(end[:rows], padding, in_place=True).to(dtype)
+            if edge is not None:
+                outputs.append(edge)
+                back.append(signal)
+                now.tracker.label_rows(signal, rows, self._batch)
         recomputing = self.owner.taps.watching(now) if now.recomputes else nullcontext()
-        with self.owner.tracking.model(rows, self._batch, self.owner.promoting, fresh=True), recomputing:
-            torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
-            now.settle()
+        try:
+            with self.owner.tracking.model(rows, self._batch, self.owner.promoting, fresh=True), recomputing:
+                torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
+                now.settle()
+        finally:
+            for end in self.ends:  # it may be the signal itself
+                now.tracker.labels.write(end, None)
         return uses
 
     def _run_clip(self, rows: int) -> None:

@@ -54,7 +54,7 @@ VIT = {
 }
 IMAGES: dict[str, dict[str, Any]] = {
     **{kind: VIT for kind in ("vit", "beit", "data2vec-vision", "vit_msn", "ijepa", "dinov2", "dinov2_with_registers")},
-    "swin": {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    "swin": {"image_size": 32, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4},
     "swinv2": {"image_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     "convnextv2": {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]},
     "bit": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "embedding_size": 8, "num_groups": 4},

@@ -685,3 +685,31 @@ def augmented(hidden: Tensor, scale: Tensor) -> None:
 def test_an_activation_is_changed_in_place(change):
     torch.manual_seed(42)
     silent(ChangedInPlace(change), (torch.randn(6, 3), torch.randn(6, 2)), loss=square)
+
+
+class Windowed(nn.Module):
+    """A function of parameters and of public numbers that are spread over the rows of all examples, met by rows: a bias
+    with a mask for each window of each image."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.bias, self.way, self.head = nn.Parameter(torch.randn(1, 3, 4)), way, nn.Linear(12, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.view(-1, 2, 3, 4).flatten(0, 1)  # two windows of each example
+        public = torch.arange(24, dtype=input.dtype).view(1, 2, 3, 4).expand(len(input), -1, -1, -1).reshape(-1, 3, 4)
+        if self.way == "attention":
+            scores = (self.bias @ torch.ones(4, 3, dtype=input.dtype))[:, None] + public[:, None, :, :3]
+            found = F.scaled_dot_product_attention(rows[:, None], rows[:, None], rows[:, None], scores)[:, 0]
+        elif self.way == "two":  # of two parameters, by a function that is not linear
+            found = torch.tanh(rows) * torch.lerp(self.bias, public, self.bias)
+        else:
+            found = torch.tanh(rows) + (self.bias + public if self.way == "sum" else torch.exp(self.bias * public / 24))
+        return self.head(torch.tanh(found).flatten(1).unflatten(0, (-1, 2)).sum(dim=1))
+
+
+@pytest.mark.parametrize("examples", [1, 2, 3])
+@pytest.mark.parametrize("way", ["attention", "two", "sum", "exponential"])
+def test_a_bias_with_entries_for_every_row_is_met_row_by_row(way, examples):
+    torch.manual_seed(21)
+    silent(Windowed(way), (torch.randn(examples, 24), targets(examples)))

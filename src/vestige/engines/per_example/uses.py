@@ -20,6 +20,7 @@ from torch.func import vjp, vmap
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from vestige.engines.example_axis.labels import Rows
 from vestige.engines.per_example.gradient_forms import Dense, Place, contiguous_strides
 from vestige.engines.per_example.parameter_expressions import (
     LARGEST,
@@ -34,7 +35,7 @@ from vestige.engines.per_example.parameter_expressions import (
     tapped,
     value_of,
 )
-from vestige.engines.per_example.parameter_functions import Derived, expressed
+from vestige.engines.per_example.parameter_functions import ELEMENTWISE, Derived, expressed
 from vestige.engines.per_example.rules import RULES, Ruled
 from vestige.engines.per_example.standardised import batch_normed, standardised
 
@@ -159,9 +160,40 @@ def _given_to_each(args: Arguments, kwargs: Named) -> tuple[list[Any], dict[str,
     def given(each: Any) -> Any:
         if not isinstance(each, TrackedParameter) or not others or each.dim() != others[0].dim():
             return each
-        return _use(Tensor.expand, (each, len(others[0]), *[-1] * (each.dim() - 1)), {}, like=others[0])
+        anew = _made_anew(each.expression, each.now, others[0], 0)
+        return _spread(each, others[0], 0) if anew is None else anew
 
     return [given(each) for each in args], {key: given(each) for key, each in kwargs.items()}
+
+
+def _spread(each: TrackedParameter, like: Tensor, axis: int) -> Any:
+    """A copy for every entry of an axis of another tensor, whose examples it is given to."""
+    sizes = [like.shape[place] if place == axis else -1 for place in range(each.dim())]
+    return _use(Tensor.expand, (each, *sizes), {}, like=like)
+
+
+def _made_anew(expression: Expression, now: Pass, like: Tensor, axis: int) -> Tensor | None:
+    """A function of parameters and public numbers that has an entry of its own for every row, made of a copy of the
+    parameters for every row: a bias by distance with a mask for each window of each image. As a function of parameters,
+    every example would have a gradient of all rows, zero in all rows but its own. None if it is anything else."""
+    shape = expression.value.shape
+    if not isinstance(expression, Derived) or expression.name not in ELEMENTWISE:
+        return None
+    if len(shape) != like.dim() or shape[axis] == 1 or shape[axis] != like.shape[axis]:
+        return None
+    if any(each.value.dim() != len(shape) or each.value.shape[axis] != 1 for each in expression.of):
+        return None
+    copies = [_spread(TrackedParameter.of(each, now), like, axis) for each in expression.of]
+    return None if any(isinstance(each, TrackedParameter) for each in copies) else expression.function(*copies)
+
+
+def _own_rows(argument: Any, now: Pass, like: Tensor) -> Any:
+    """The argument; or, of an expression with an entry for every row of another tensor, what is made anew of it."""
+    label = now.tracker.labels.get(like)
+    if not isinstance(argument, Expression) or not isinstance(label, Rows) or label.axis < 0:
+        return argument
+    anew = _made_anew(argument, now, like, label.axis)
+    return argument if anew is None else anew
 
 
 def _standardising(
@@ -260,8 +292,13 @@ def _use(function: Function, args: Arguments, kwargs: Named, like: Tensor | None
             return function(*_plain(args), **_plain(kwargs))
         if name == "requires_grad":
             return True
-        if function not in GIVEN and all(now.tracker.labels.get(each) is None for each in others):
+        apart = next((each for each in others if now.tracker.labels.get(each) is not None), None)
+        if function not in GIVEN and apart is None:
             return _of_parameters(function, name, args, kwargs, now)
+        if apart is not None and any(isinstance(each, Derived) for each in args):
+            args = tuple(_own_rows(each, now, apart) for each in args)
+            if not any(isinstance(each, Expression) for each in (*args, *kwargs.values())):
+                return function(*args, **kwargs)
         ruled = _ruled(function, name, watched, args, kwargs)
         if ruled is None:
             return _without_rule(function, name, args, kwargs, now)
