@@ -84,9 +84,9 @@ class UnequalMean(Linear):
     numbers: tuple[tuple[int, int], ...]
 
     def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
-        examples, rows = np.array(self.numbers).T
-        counts = torch.from_numpy(rows.repeat(examples)).to(batch[0].device, non_blocking=True)
-        return [Term(1.0, point, batch, int(rows.max()), counts)]
+        examples, rows = zip(*self.numbers, strict=True)
+        counts = torch.from_numpy(np.array(rows).repeat(examples)).to(batch[0].device, non_blocking=True)
+        return [Term(1.0, point, batch, max(rows), counts)]
 
     def alike(self, batch: Batch) -> Iterator[tuple[Batch, Transform]]:
         """Batches of examples with the same number of rows, each with the transform for it."""

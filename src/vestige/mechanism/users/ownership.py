@@ -99,7 +99,7 @@ class RowsOfEach:
         self._owned, self._randomness = owned, randomness
         self._most = owned.counts if cap is None else np.minimum(owned.counts, cap)
         """How many rows of each user take part."""
-        self._all = bool((self._most == owned.counts).all())
+        self._all, self._total = bool((self._most == owned.counts).all()), int(self._most.sum())
         self._table: Rows | None = None
         """Where all users have as many rows, and all take part: [users, rows]."""
         if self._all and owned.users and (owned.counts == owned.counts[0]).all():
@@ -118,7 +118,7 @@ class RowsOfEach:
 
     def parts(self, users: Tensor, most: int) -> Sequence[Tensor]:
         """Users in parts of at most `most` rows; a user with more is a part alone."""
-        if int(self._most[users.numpy()].sum()) <= most:
+        if self._total <= most or int(self._most[users.numpy()].sum()) <= most:
             return [users]
         ends, rows = [], 0
         for place, count in enumerate(self._most[users.numpy()].tolist()):
@@ -138,13 +138,15 @@ class RowsOfEach:
             found = self._table[chosen]
             return torch.from_numpy(found.reshape(-1)), [(found.shape[0], found.shape[1])]
         counts = self._most[chosen]
-        order = np.argsort(counts, kind="stable")
+        order = counts.argsort(kind="stable")
         chosen, counts = chosen[order], counts[order]
-        ends = [*(1 + np.flatnonzero(counts[1:] != counts[:-1])).tolist(), len(counts)]
+        ends = [*(1 + (counts[1:] != counts[:-1]).nonzero()[0]).tolist(), len(counts)]
         numbers = [(end - start, int(counts[start])) for start, end in pairwise([0, *ends])]
         if self._all:
-            first = self._owned.starts[chosen] - (np.cumsum(counts) - counts)
-            return torch.from_numpy(self._owned.by_user[np.arange(counts.sum()) + first.repeat(counts)]), numbers
+            last = counts.cumsum()
+            places = np.arange(last[-1])
+            places += (self._owned.starts[chosen] - last + counts).repeat(counts)
+            return torch.from_numpy(self._owned.by_user[places]), numbers
         # Which of a user's rows take part need not be secret, only blind to their content, and the same in every part
         # and process that a sample may be divided over.
         seed = int(self._randomness.stream("rows of users", 1 + index).integers(2**63))

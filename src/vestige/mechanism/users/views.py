@@ -85,7 +85,7 @@ class UserExamples:
         if all(count == 1 for _, count in numbers):
             return found
         if len(found) == 1 and len(self.numbers) == 1:
-            return [UserBatch(part.unflatten(0, numbers[0]) for part in found[0])]
+            return [UserBatch(part.view(*numbers[0], *part.shape[1:]) for part in found[0])]
         if len(found) == 1:
             return [UnequalUsers(found[0], numbers)]
         raise ValueError(
