@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import cross_entropy, layer_norm
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,15 +47,20 @@ def peak(work) -> int:
     return most
 
 
-def passes(private, attention="sdpa"):
+def private(model, loader):
+    return vestige.PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader, noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+
+
+def passes(privately, attention="sdpa"):
     """A pass, forward and backward, and a step, to be called again and again."""
     data = TensorDataset(torch.randn(ROWS, 3, 32, 32), torch.randint(4, (ROWS,)))
-    model = windows(attention).train()
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=ROWS)
-    if private:
-        model, optimizer, loader = vestige.PrivacyEngine().make_private(
-            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
-        )
+    model, loader = windows(attention).train(), DataLoader(data, batch_size=ROWS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if privately:
+        model, optimizer, loader = private(model, loader)
     for x, y in loader:
         yield lambda x=x, y=y: cross_entropy(model(x).logits, y).backward()
         optimizer.step()
@@ -96,8 +103,44 @@ def test_a_capture_that_breaks_off_leaves_no_activations(monkeypatch):
     with captured_on_cpu():
         monkeypatch.setattr(captured_passes, "captured", broken)
         monkeypatch.setattr(captured_passes.CapturedForm, "_capture_graphs", noted)
-        for one in passes(private=True):
+        for one in passes(True):
             with pytest.warns(UserWarning, match="cannot be captured"):
                 one()
     assert forms
     assert all(form._live is None for form in forms)
+
+
+class Kept(nn.Module):
+    """An activation that meets a parameter, and a weak reference to it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.scale, self.way = nn.Linear(3, 4), nn.Parameter(torch.ones(4) / 2), way
+
+    def forward(self, x):
+        hidden = torch.sigmoid(self.first(x) * 2)
+        self.seen = weakref.ref(hidden)
+        return WAYS[self.way](hidden, self.scale)
+
+
+WAYS = {
+    "product": lambda hidden, scale: hidden * scale,
+    "elementwise": lambda hidden, scale: hidden**scale,
+    "by name": lambda hidden, scale: torch.lerp(hidden, end=scale, weight=0.3),
+    "einsum": lambda hidden, scale: torch.einsum("bi,i->b", hidden, scale)[:, None],
+    "without a rule": lambda hidden, scale: torch.hypot(hidden, scale),
+    "norm": lambda hidden, scale: layer_norm(hidden, (4,), scale),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_use_saved_is_free_after_the_backward_pass(way):
+    """Although the loss, and with it the graph, is still there."""
+    data = TensorDataset(torch.randn(4, 3))
+    model, optimizer, loader = private(Kept(way), DataLoader(data, batch_size=4))
+    for (x,) in loader:
+        loss = model(x).sum(dim=1).mean()
+        assert model.seen() is not None
+        loss.backward()
+        assert model.seen() is None
+        optimizer.step()

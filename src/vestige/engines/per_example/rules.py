@@ -145,8 +145,8 @@ def einsum(equation: object, *operands: Any) -> Ruled:
     others = [(each, labels) for each, labels in pairs if isinstance(each, Tensor)]
     if len(mine) != 1:
         return None
-    parameter, own = mine[0]
-    if len(set(own)) < len(own) or not set(own) <= set(output).union(*(labels for _, labels in others)):
+    (parameter, own), theirs = mine[0], [labels for _, labels in others]  # `settle` holds no factors: they are saved
+    if len(set(own)) < len(own) or not set(own) <= set(output).union(*theirs):
         return None
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
@@ -154,7 +154,7 @@ def einsum(equation: object, *operands: Any) -> Ruled:
         if label in own and parameter.value.shape[own.index(label)] != 1:
             raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
         wanted, parts, names = own.replace(label, ""), [], []  # given to each example, and there is but one of them
-        for tensor, labels in zip((*saved, signal), (*(labels for _, labels in others), output), strict=True):
+        for tensor, labels in zip((*saved, signal), (*theirs, output), strict=True):
             tensor = wide(tensor)
             if label in labels:  # [examples, positions, the others]: the positions take the label's place
                 place = labels.index(label)
@@ -578,24 +578,26 @@ def elementwise(function: Callable[..., Tensor], *args: Any, **named: Any) -> Ru
         return None
     tensors = [place for place, each in enumerate(everything) if isinstance(each, Tensor)]
     operands = [place for place, each in enumerate(everything) if isinstance(each, Expression)]
+    held: list[Any] = [None if isinstance(each, Tensor) else each for each in everything]  # tensors are saved, freed
+    count, names = len(args), tuple(named)
 
     def run(filled: Sequence[Any]) -> Tensor:
-        return function(*filled[: len(args)], **dict(zip(named, filled[len(args) :], strict=True)))
+        return function(*filled[:count], **dict(zip(names, filled[count:], strict=True)))
 
     output = run([value_of(each) for each in everything])
+    shape = output.shape
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
-        filled: list[Any] = list(everything)
+        filled: list[Any] = list(held)
         for place, tensor in zip(tensors, saved, strict=True):
             filled[place] = tensor
-        leaves = [everything[place].value.expand(output.shape).detach() for place in operands]
+        leaves = [held[place].value.expand(shape).detach() for place in operands]
         with torch.enable_grad():
             for place, leaf in zip(operands, leaves, strict=True):
                 filled[place] = leaf.requires_grad_()
             found = torch.autograd.grad(run(filled), leaves, signal)
         for place, gradient in zip(operands, found, strict=True):
-            operand = everything[place]
-            yield operand, Dense(_broadcast(operand, axis, wide(gradient)))
+            yield held[place], Dense(_broadcast(held[place], axis, wide(gradient)))
 
     return output, tuple(everything[place] for place in tensors), settle
 

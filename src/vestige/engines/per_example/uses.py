@@ -409,7 +409,8 @@ def _without_rule(function: Function, name: str, args: Arguments, kwargs: Named,
     axes, saved = now.axes([found[place] for place in outputs]), [leaves[place] for place in tensors]
     if not axes:
         return _of_parameters(function, name, args, kwargs, now)
-    settle = partial(_settle, function, leaves, spec, tensors, outputs, axes, [now.axis(each) for each in saved])
+    held = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # tensors are saved, and freed
+    settle = partial(_settle, function, held, spec, tensors, outputs, axes, [now.axis(each) for each in saved])
     cut = [found[place].clone() for place in outputs]
     for place, tensor in zip(outputs, tapped(now, name, axes, cut, saved, settle), strict=True):
         found[place] = tensor
