@@ -69,6 +69,11 @@ class Layout:
         return self.segments[-1].stop
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """How many numbers each segment has."""
+        return [segment.stop - segment.start for segment in self.segments]
+
+    @cached_property
     def constants(self) -> Constants | None:
         """The constants of balanced steps; None where all are 1, and there is nothing to do."""
         found = self.constants_of_all
@@ -133,7 +138,7 @@ class Layout:
         >>> Layout((Segment("a", 0, (2,), group=1), Segment("b", 2, (1,), group=0))).expand(torch.tensor([5, 7]))
         tensor([7, 7, 5])
         """
-        lengths = torch.tensor([s.stop - s.start for s in self.segments], device=per_group.device)
+        lengths = torch.tensor(self.lengths, device=per_group.device)
         owners = torch.tensor([s.group for s in self.segments], device=per_group.device)
         return per_group[..., owners].repeat_interleave(lengths, dim=-1)
 

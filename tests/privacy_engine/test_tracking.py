@@ -535,6 +535,44 @@ def test_what_was_read_is_assumed_to_decide_nothing(read):
         assert re.search(r"reads .*at \S*privacy_engine.test_tracking\.py:\d+", detail), detail
 
 
+def test_what_a_later_step_reads_is_recorded_too():
+    """What the passes show is written down again whenever it has changed."""
+    losses = []
+
+    def read(loss):
+        losses.append(loss if len(losses) < 2 else float(loss))
+
+    known = stated(TensorDataset(*make_toy()[1]), read=read)
+    assert len(losses) > 2
+    assert {known[name][0] for name in ("nothing_else", "loss_per_example", "divisor")} == {"assumed"}
+
+
+def test_a_distance_of_the_users_own_inside_a_loss_is_followed():
+    """Its reads dispatch no operator: only the function mode sees them."""
+    steps, model, _, loader = private(make_toy()[0])
+
+    def distance(one, other):
+        one.tolist()
+        return (one - other).square().sum(-1)
+
+    x, _ = next(iter(loader))
+    out = model(x)
+    F.triplet_margin_with_distance_loss(out, out + 1, out - 1, distance_function=distance).backward()
+    assert {read.operator for read in steps.passes.tracking.reads} == {"tolist"}
+
+
+def test_a_parameter_that_was_added_to_the_optimizer_is_not_moved_without_noise():
+    steps, model, optimizer, loader = private(make_toy()[0])
+    other = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [other]})
+    x, y = next(iter(loader))
+    LOSS(model(x), y).backward()
+    other.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=r"holds a parameter that is not the module's"):
+        optimizer.step()
+    assert not steps.ledger.spent
+
+
 def example_by_example(rows):
     return torch.stack([(x - x.mean()) / x.std() for x, _ in rows]), torch.stack([y for _, y in rows])
 

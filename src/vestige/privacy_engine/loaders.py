@@ -77,24 +77,21 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
             if self._users is not None:
                 yield from self._of_users(draw, self._users)
                 continue
-            planted = 0 if self._canaries is None else self._canaries.count
-            everyone = self._sampling.draw(self.population + planted, draw, self._randomness)
-            among = int((everyone < self.population).sum())
-            own = self._group.own(everyone).tolist()
-            people, there = own, []
-            if self._canaries is not None:
-                people = [row for row in own if row < self.population]
-                there = self._canaries.present(own, self.population)
-            carrier = people[0] if people else 0
-            joined = people + [carrier] * len(there)
+            canaries, there, planted = self._canaries, [], 0
+            everyone = self._sampling.draw(
+                self.population + (0 if canaries is None else canaries.count), draw, self._randomness
+            )
+            people = joined = self._group.own(everyone).tolist()
+            if canaries is not None:
+                there, planted = canaries.present(people, self.population), int((everyone >= self.population).sum())
+                people = [row for row in people if row < self.population]
+                joined = people + [people[0] if people else 0] * len(there)
             size = self.physical_batch or max(1, len(joined))
             starts = range(0, len(joined), size) or range(1)
             for number, start in enumerate(starts):
                 piece = joined[start : start + size]
                 few = there[max(0, start - len(people)) : max(0, start + size - len(people))]
-                part = Microbatch(
-                    draw, number, number == len(starts) - 1, len(piece), tuple(few), len(everyone) - among
-                )
+                part = Microbatch(draw, number, number == len(starts) - 1, len(piece), tuple(few), planted)
                 self.parts.announce(part)
                 yield piece + [piece[0] if piece else 0] * (part.rows - len(piece))
 

@@ -209,25 +209,21 @@ class PrivateSteps(HoldsKey):
         self.passes.settle()
         if self.passes.sharded is not None:
             self.passes.sharded.require_same()  # nothing was replaced, or is gathered that would outlast the step
-        parameters = self.held.parameters()
+        parameters, value = self.held.parameters(), None
         self._check(parameters)
-        value: Any = None
         if closure is not None:
             self.passes.parts.go_on()
-        if self.method.probe.at_parameters:
-            if closure is not None:
+            if self.method.probe.at_parameters:
                 with torch.enable_grad():
                     value = closure()
-        else:
-            if closure is None:
-                raise ValueError(
-                    f"{self.method.name} asks elsewhere than at the parameters: call optimizer.step(closure)"
-                )
-            self.passes.discard()
-            value = self._elsewhere(closure)
-        if closure is not None:
+            else:
+                self.passes.discard()
+                value = self._elsewhere(closure)
             self.passes.settle()  # its passes are over too
-        self.held.now = parameters if closure is None else self.held.parameters()
+            parameters = self.held.parameters()
+        elif not self.method.probe.at_parameters:
+            raise ValueError(f"{self.method.name} asks elsewhere than at the parameters: call optimizer.step(closure)")
+        self.held.now = parameters
         try:
             self._finish()
         finally:
@@ -243,13 +239,14 @@ class PrivateSteps(HoldsKey):
         learner, point = self.learner(), self.held.point(parameters)
         scales = self.passes.layout.constants
         release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
-        learner.step(release, point, 1.0, self.step_number)
-        number, self.step_number = self.step_number, self.step_number + 1
+        number = self.step_number
+        learner.step(release, point, 1.0, number)
         if self.passes.sharded is not None:
             self.passes.sharded.stepped()
         elif number & (number + 1) == 0 or number % CHECKED_EVERY == 0:
             # Together, now and then: replicas that have come apart would each train a model of its own.
             require_same_model(self._sums.group, parameters.values(), number)
+        self.step_number += 1
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         own = set(map(id, parameters.values()))

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
 from vestige.engines.example_axis.labels import Read, Rows, Tracker, unseen, untracked, users_line
 
-Losses = Callable[..., Tensor]
 CLASSES = (F.cross_entropy, F.nll_loss)
 NUMBERS = (
     *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.kl_div, F.poisson_nll_loss),
@@ -106,12 +106,16 @@ def _rows(mode: TrackedFunctions, *tensors: Any) -> Rows | None:
 
 def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Each example's own loss, or the mean of them."""
-    reduction, label = kwargs.get("reduction", "mean"), _rows(mode, *args, *kwargs.values())
-    if reduction not in ("mean", "sum") or label is None or any(kwargs.get(name) is not None for name in LEGACY):
+    distance = kwargs.get("distance_function")
+    if distance is not None:  # the user's own: what it reads is to be seen
+        kwargs = {**kwargs, "distance_function": partial(_under, mode, distance)}
+    reduction = kwargs.get("reduction", "mean")
+    if reduction not in ("mean", "sum") or any(kwargs.get(name) is not None for name in LEGACY):
         return function(*args, **kwargs)
-    with mode:
-        options = {**kwargs, "reduction": "none"}
-        each = classes_last(function, *args, **options) if function in CLASSES else function(*args, **options)
+    if _rows(mode, *args, *kwargs.values()) is None:
+        return function(*args, **kwargs)
+    options = {**kwargs, "reduction": "none"}
+    each = classes_last(function, *args, **options) if function in CLASSES else function(*args, **options)
     own = mode.tracker.labels.get(each)
     losses = by_example(each, own) if isinstance(own, Rows) and own.axis >= 0 else None
     if losses is None:
@@ -126,9 +130,14 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
+def _under(mode: TrackedFunctions, function: Any, *args: Any) -> Any:
+    with mode:
+        return function(*args)
+
+
 def by_example(each: Tensor, label: Rows) -> Tensor | None:
     """The sum over all numbers of an example, of all examples or of those of a slice; None if they lie otherwise."""
-    moved = each.movedim(label.axis, 0)
+    moved = each if label.axis == 0 else each.movedim(label.axis, 0)
     if label.inner == 1 and len(moved) <= label.count - label.first:
         return moved.flatten(1).sum(1) if moved.dim() > 1 else moved
     if label.first or len(moved) % (label.count * label.inner):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -238,14 +238,17 @@ class Labels:
         with unseen_by_functions():
             return self._found(tensor)
 
-    def among(self, args: Any, kwargs: Any) -> Labelled:
+    def among(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Labelled:
         """The arguments of an operator that depend on examples, lists of them included."""
         found: Labelled = []
         with unseen_by_functions():
             for each in (*args, *kwargs.values()) if kwargs else args:
-                for one in each if type(each) in (list, tuple) else (each,):
-                    if isinstance(one, Tensor) and (label := self._found(one)) is not None:
-                        found.append((one, label))
+                if isinstance(each, Tensor):
+                    label = self._found(each)
+                    if label is not None:
+                        found.append((each, label))
+                elif type(each) in (list, tuple):
+                    found += self.among(each, {})
         return found
 
     def _found(self, tensor: Tensor) -> Label | None:

@@ -19,12 +19,12 @@ Kwargs = dict[str, Any]
 class Op:
     """One call of an operator: its arguments by name, what it gave, and the labels of its tensors."""
 
-    __slots__ = ("found", "func", "given", "labelled", "tracker")
+    __slots__ = ("found", "func", "given", "labelled", "outputs", "tracker")
 
     def __init__(
         self, tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled, found: Any
     ) -> None:
-        self.tracker, self.func, self.found = tracker, func, found
+        self.tracker, self.func, self.found, self.outputs = tracker, func, found, outputs_of(found)
         self.labelled: list[tuple[Tensor, Any]] = labelled
         """The arguments with a label, lists of them included. A rule sees no mixed ones."""
         names, defaults = _arguments(func)
@@ -33,10 +33,6 @@ class Op:
     @property
     def name(self) -> str:
         return self.func.overloadpacket.__name__
-
-    @property
-    def outputs(self) -> Sequence[Any]:
-        return outputs_of(self.found)
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]

@@ -23,7 +23,7 @@ from vestige.engines.per_example.composite_layers import composite_of, registere
 from vestige.engines.per_example.gradient_forms import Gradient, combine
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Environment, Pass, Whole, full_precision
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
-from vestige.layout import Layout
+from vestige.layout import Layout, modules_of
 
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
@@ -158,15 +158,18 @@ class Proved:
 
 def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environment) -> None:
     """Raise ValueError if a pass has left something of its examples in a parameter or buffer."""
-    held = [("buffer", *each) for each in model.named_buffers()]
-    held += [("parameter", name, p) for name, p in model.named_parameters() if not isinstance(p, TrackedParameter)]
-    held += [("parameter", name, value) for name, value in environment.items()]
-    for kind, name, tensor in held:
-        if tracker.labels.get(tensor) is not None:
-            raise RowsNotApart(
-                f"{kind} {name!r} was changed by the forward pass: it holds something of the examples without noise "
-                "(as max_norm of an embedding does). Keep it out of the model, or do not change it while training"
-            )
+    modules = modules_of(model)
+    held = [tensor for module in modules for tensor in (*module._buffers.values(), *module._parameters.values())]
+    written = tracker.labels.among([*held, *environment.values()], {})
+    if not written:
+        return
+    found = [("buffer", *each) for each in model.named_buffers()]
+    found += [("parameter", *each) for each in (*model.named_parameters(), *environment.items())]
+    kind, name = next((kind, name) for kind, name, tensor in found if tensor is written[0][0])
+    raise RowsNotApart(
+        f"{kind} {name!r} was changed by the forward pass: it holds something of the examples without noise "
+        "(as max_norm of an embedding does). Keep it out of the model, or do not change it while training"
+    )
 
 
 def gradients(each: Sequence[dict[str, list[Gradient]]], like: Tensor) -> dict[str, Gradient]:
