@@ -316,3 +316,14 @@ def test_a_matrix_used_step_by_step_is_materialised_where_that_is_smaller():
         assert isinstance(joined, kind)
         torch.testing.assert_close(joined.dense(), sum(use.dense() for use in uses), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(joined.norms(1e-16), joined.dense().flatten(1).norm(dim=1), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("height", [1, 2, 4, 7])
+def test_a_table_no_longer_than_what_was_read_is_materialised(height):
+    torch.manual_seed(0)
+    index, rows = torch.randint(height, (3, 5)), torch.randn(3, 5, 6)
+    expected = torch.zeros(3, height, 6).scatter_add_(1, index[:, :, None].expand(3, 5, 6), rows)
+    found = combine([Lookup(index, rows, height)])
+    assert isinstance(found, Dense) == (height <= 5)
+    assert torch.allclose(found.dense(), expected, atol=1e-6)
+    assert torch.allclose(found.norms(1e-7), expected.flatten(1).norm(dim=1), rtol=1e-5)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige.engines.per_example import kernels
-from vestige.tf32 import MARGIN, convolves_in_tf32, multiplies_in_tf32
+from vestige.tf32 import MARGIN, convolves_in_tf32, multiplies_in_tf32, products_in_tf32
 
 
 class Gradient(Protocol):
@@ -132,6 +132,11 @@ class Lookup:
     rows: Tensor
     height: int
 
+    @property
+    def short(self) -> bool:
+        """Whether the table is no larger than what was read of it, and few numbers say which row was read."""
+        return self.height <= min(self.rows.shape[1], self.rows.shape[2])
+
     def norms(self, unit: float) -> Tensor:
         if self.index.shape[1] == 1:
             return Dense(self.rows).norms()
@@ -156,6 +161,10 @@ class Lookup:
 
     def dense(self) -> Tensor:
         rows = wide(self.rows)
+        if self.short:  # adding many numbers in one place, a GPU would wait for each
+            chosen = self.index[:, None, :] == torch.arange(self.height, device=rows.device)[:, None]
+            with products_in_tf32(False):
+                return torch.bmm(chosen.to(rows.dtype), rows)
         table = rows.new_zeros(len(rows), self.height, rows.shape[2])
         return table.scatter_add_(1, self.index[:, :, None].expand_as(rows), rows)
 
@@ -489,7 +498,7 @@ def _move_cost(tensor: Tensor) -> int:
 def combine(uses: Sequence[Gradient]) -> Gradient:
     """One gradient of a parameter used several times in a pass: an example's uses add up before its norm is taken."""
     if len(uses) == 1:
-        return uses[0]
+        return _of_table(uses[0]) if isinstance(uses[0], Lookup) else uses[0]
     alike = _joined_patches(uses)
     if alike is not None:
         return alike
@@ -509,7 +518,7 @@ def combine(uses: Sequence[Gradient]) -> Gradient:
         return Dense(torch.stack([use.dense() for use in uses]).sum(dim=0))
     if lookups:
         lookup = replace(lookups[0], index=_joined(u.index for u in lookups), rows=_joined(u.rows for u in lookups))
-        return Tied(lookup, _joined_outer(outers)) if outers else lookup
+        return Tied(lookup, _joined_outer(outers)) if outers else _of_table(lookup)
     joined = _joined_outer(outers)
     return product(joined.left, joined.right)
 
@@ -523,6 +532,10 @@ def product(left: Tensor, right: Tensor) -> Gradient:
     outer = Outer(left, right)
     positions, out, width = left.shape[1], left.shape[2], right.shape[2]
     return Dense(outer.dense()) if positions > 1 and out * width <= positions * (out + width) else outer
+
+
+def _of_table(lookup: Lookup) -> Gradient:
+    return Dense(lookup.dense()) if lookup.short else lookup
 
 
 def cheaper(patches: Patches) -> Gradient:
