@@ -16,8 +16,9 @@ from vestige.tf32 import tf32_convolutions, tf32_products
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 
-BLOCK, SLICE = 2048, 512
-"""Numbers that a program reads at once; and of what width one reads inner products of a few positions."""
+BLOCK, SLICE, PROGRAMS = 2048, 512, 4096
+"""Numbers that a program reads at once; of what width one takes inner products of a few positions; and how many
+programs, of one warp, keep a GPU busy."""
 Pair = tuple[int, int]
 ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 """Kernel, stride, padding and dilation, each (height, width), and groups."""
@@ -44,7 +45,7 @@ def outer_norms(
     if examples == 0 or positions == 0:
         return left.new_zeros(examples, dtype=torch.float32), left.new_zeros(examples, dtype=torch.float32)
     tile = _tile(most)
-    splits = triton.cdiv(max(left.shape[2], right.shape[2]), SLICE)
+    splits = min(triton.cdiv(max(left.shape[2], right.shape[2]), SLICE), triton.cdiv(PROGRAMS, examples))
     if most <= tile == 16 and splits > 1:
         return _sliced_norms(left, right, steps, hidden, unit, margin, (starts, counts), examples, splits)
     tiles = triton.cdiv(most, tile)
