@@ -13,9 +13,10 @@ from captured_on_cpu import captured_on_cpu
 from conftest import make_toy
 from users_one_by_one import MODELS, OWNERS, one_by_one
 from vestige import PrivacyEngine
+from vestige.engines import bookkeeping
 from vestige.engines.per_example import sums_of_users
 from vestige.engines.per_example.gradient_forms import Dense, Gradient, Lookup, Outer, Parts, Place, Tied, Within
-from vestige.engines.per_example.sums_of_users import RowCounts, RowsOfUsers, UserRows, summable
+from vestige.engines.per_example.sums_of_users import Measured, RowCounts, RowsOfUsers, UserRows, summable
 from vestige.privacy_engine import captured_passes
 
 EQUAL = np.repeat(np.arange(20), 3)
@@ -162,6 +163,13 @@ def test_sums_of_users_are_materialised_where_they_are_small(equal):
     found = users.summed(dense)
     assert isinstance(found, Within)
     assert found.dense().shape == (4, 10)
+
+
+def test_norms_that_overflow_are_taken_anew():
+    known = Measured(torch.full((2, 3), 1e30), (torch.tensor([torch.inf, 1.0]),))
+    assert known.norms().tolist() == [torch.inf, 1.0]
+    few = bookkeeping._selected({"weight": known}, torch.tensor([True, False]))["weight"]
+    assert few.norms(0.0).tolist() == pytest.approx([1e30 * 3**0.5])
 
 
 @pytest.mark.parametrize("equal", [True, False])

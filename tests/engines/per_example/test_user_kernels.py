@@ -114,7 +114,7 @@ def test_convolutions(name, keep, dtype, channels, outputs, groups, kernel, stri
 
 @fused
 @pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 700)])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 700), (3, 1400)])
 def test_sums(name, shape):
     from vestige.engines.per_example import triton_gradient_norms
 
@@ -124,10 +124,14 @@ def test_sums(name, shape):
     value = spoiled(torch.randn(segments.rows, *shape, device=DEVICE), sum(counts))
     wide = torch.cat([value, value], dim=-1)[..., : shape[-1]] if shape else value.repeat_interleave(2)[::2]
     want = [each.sum(dim=0) for each in of_each(value, counts)]
-    found = triton_gradient_norms.segment_sums(
+    found, norms = triton_gradient_norms.segment_sums(
         wide.reshape(segments.rows, value[0].numel()), segments.starts, segments.counts
     )
     plain = segments.padded(value).sum(dim=1)
+    if norms is None:
+        assert value[0].numel() > triton_gradient_norms.WIDEST
+    else:
+        torch.testing.assert_close(norms, found.norm(dim=1))
     for each, user, other in zip(found.cpu(), want, plain.cpu(), strict=True):
         torch.testing.assert_close(each.double(), user.flatten(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(other.double(), user, rtol=1e-5, atol=1e-6)
@@ -139,6 +143,7 @@ def forms(rows: int) -> dict[str, tuple[Gradient, tuple[int, ...]]]:
     geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1)
     return {
         "dense": (Dense(torch.randn(rows, 70)), (70,)),
+        "turned": (Dense(torch.randn(rows, 5, 7).mT), (7, 5)),
         "outer": (Outer(torch.randn(rows, 1, 300), torch.randn(rows, 1, 100)), (300, 100)),
         "narrow": (Outer(torch.randn(rows, 9, 6), torch.randn(rows, 9, 12)), (6, 12)),
         "long": (long, (48, 64)),

@@ -63,17 +63,17 @@ def can_fuse(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and triton_available()
 
 
-def segment_sums(value: Tensor, segments: Segments) -> Tensor:
-    """The sums of the rows of each segment, [segments, ...] of [rows, ...]."""
+def segment_sums(value: Tensor, segments: Segments) -> tuple[Tensor, Tensor | None]:
+    """The sums of each segment's rows, [segments, ...] of [rows, ...]; and their norms, where these cost nothing."""
     if can_fuse(value):
         from vestige.engines.per_example import triton_gradient_norms
 
         rows = value.reshape(len(value), prod(value.shape[1:]))
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        found = triton_gradient_norms.segment_sums(rows, segments.starts, segments.counts)
-        return found.view(-1, *value.shape[1:])
+        found, norms = triton_gradient_norms.segment_sums(rows, segments.starts, segments.counts)
+        return found.view(-1, *value.shape[1:]), norms
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    return segments.padded(wide).sum(dim=1)
+    return segments.padded(wide).sum(dim=1), None
 
 
 def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

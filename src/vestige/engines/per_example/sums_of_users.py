@@ -137,8 +137,9 @@ class UserRows:
             return RowsOfUsers(gradient, self) if isinstance(inside, RowsOfUsers) else replace(gradient, of=inside)
         found: Tensor | None = None
         if isinstance(gradient, Dense):
-            found = self._sums(gradient.value)
-        elif isinstance(gradient, Outer) and self.equal and len(self.counts):
+            sums, norms = self._sums_and_norms(gradient.value)
+            return Dense(sums) if norms is None else Measured(sums, (norms,))
+        if isinstance(gradient, Outer) and self.equal and len(self.counts):
             positions, out, width = self.most * gradient.left.shape[1], gradient.left.shape[2], gradient.right.shape[2]
             if positions > 1 and out * width <= positions * (out + width):
                 found = self._outer(gradient).dense()
@@ -149,8 +150,11 @@ class UserRows:
         return RowsOfUsers(gradient, self) if found is None else Dense(found)
 
     def _sums(self, value: Tensor) -> Tensor:
-        if self.equal:
-            return self._together(wide(value)).sum(dim=1)
+        return self._sums_and_norms(value)[0]
+
+    def _sums_and_norms(self, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.equal and not kernels.can_fuse(value):
+            return self._together(wide(value)).sum(dim=1), None
         return kernels.segment_sums(value, self._segments)
 
     def norms(self, gradient: Gradient, unit: float) -> Tensor:
@@ -203,6 +207,17 @@ def _views(gradient: Patches, image: Tensor, signal: Tensor) -> Patches:
     if gradient._has_rows():
         image, signal = image.flatten(1, 2), signal.flatten(1, 2)
     return Patches(image, signal, gradient.geometry)
+
+
+@dataclass(frozen=True)
+class Measured(Dense):
+    """Materialised, with norms that were found on the way, as long as nothing is blanked."""
+
+    known: tuple[Tensor]
+
+    def norms(self, unit: float = 0.0) -> Tensor:
+        """Of some examples in float64, whose norms overflow float32, anew."""
+        return self.known[0] if self.value.dtype == torch.float32 else super().norms()
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from vestige.tf32 import tf32_convolutions, tf32_products
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 
-BLOCK, SLICE, PROGRAMS = 2048, 512, 4096
+BLOCK, SLICE, PROGRAMS, WIDEST = 2048, 512, 4096, 4096
 """Numbers that a program reads at once; of what width one takes inner products of a few positions; and how many
-programs, of one warp, keep a GPU busy."""
+programs, of one warp, keep a GPU busy; and the widest row that one program keeps in its registers."""
 Pair = tuple[int, int]
 ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 """Kernel, stride, padding and dilation, each (height, width), and groups."""
@@ -362,21 +362,23 @@ def _convolution_gradients(
         )
 
 
-def segment_sums(value: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+def segment_sums(value: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
     """See `kernels.segment_sums`: every number is read once; of [rows, width] that lie one after the other."""
-    width = value.shape[1]
-    found = torch.empty(len(starts), width, device=value.device)
-    block = min(1024, triton.next_power_of_2(max(1, width)))
-    if found.numel():
+    width, users = value.shape[1], len(starts)
+    found = torch.empty(users, width, device=value.device)
+    block = triton.next_power_of_2(max(1, width)) if width <= WIDEST else 1024
+    norms = torch.empty(users, device=value.device) if width <= block else None
+    if users:
         with torch.cuda.device_of(value):
-            _segment_sums[(len(starts), triton.cdiv(width, block))](
-                value, found, starts, counts, width, value.stride(0), BLOCK=block, num_warps=max(1, block // 256)
-            )
-    return found
+            _segment_sums[(users, triton.cdiv(max(1, width), block))](
+                value, found, norms, starts, counts, width, value.stride(0),
+                BLOCK=block, num_warps=min(8, max(1, block // 256)),
+            )  # fmt: skip
+    return found, norms
 
 
 @triton.jit
-def _segment_sums(value, found, starts, counts, width, step, BLOCK: tl.constexpr):
+def _segment_sums(value, found, norms, starts, counts, width, step, BLOCK: tl.constexpr):
     example = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     numbers = value + tl.load(starts + example).to(tl.int64) * step + place
@@ -385,6 +387,8 @@ def _segment_sums(value, found, starts, counts, width, step, BLOCK: tl.constexpr
         total += tl.load(numbers, mask=place < width, other=0.0).to(tl.float32)
         numbers += step
     tl.store(found + example * width + place, total, mask=place < width)
+    if norms is not None:
+        tl.store(norms + example, tl.sqrt(tl.sum(total * total)))
 
 
 def filter_products(dense: Tensor, against: Tensor) -> Tensor:
