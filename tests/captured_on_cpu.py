@@ -12,6 +12,7 @@ import pytest
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vestige.engines import cuda_graphs
+from vestige.engines.per_example import kernels
 from vestige.privacy_engine import captured_passes
 
 
@@ -34,11 +35,20 @@ def _captured(work, pool, device) -> Rerun:
     return Rerun(work)
 
 
+def _blanked(tensor, rows, in_place=False):
+    """In place where a GPU does it; on a CPU, what is blanked is a copy."""
+    if not in_place or not tensor.numel() or kernels._pieces(tensor) is None:
+        return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+    return tensor.masked_fill_(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
 @contextmanager
 def captured_on_cpu() -> Iterator[type[Rerun]]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (cuda_graphs, captured_passes):
             patch.setattr(module, "captured", _captured)
             patch.setattr(module, "capturable", lambda device: True)
+        for module in (kernels, captured_passes):
+            patch.setattr(module, "blanked", _blanked)
         Rerun.replays = 0
         yield Rerun

@@ -563,19 +563,16 @@ class CapturedForm:
         padding = self._places[:rows] >= self._count
         outputs, back = [], []
         for end, (edge, dtype) in zip(self.ends, held, strict=True):
-            signal = blanked(end[:rows], padding, in_place=True).to(dtype)
+            # Copied: gradients of the last layers are made of it, and are still there when others come back.
+            signal = blanked(end[:rows], padding, in_place=True).to(dtype, copy=True)
             if edge is not None:
                 outputs.append(edge)
                 back.append(signal)
                 now.tracker.label_rows(signal, rows, self._batch)
         recomputing = self.owner.taps.watching(now) if now.recomputes else nullcontext()
-        try:
-            with self.owner.tracking.model(rows, self._batch, self.owner.promoting, fresh=True), recomputing:
-                torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
-                now.settle()
-        finally:
-            for end in self.ends:  # it may be the signal itself
-                now.tracker.labels.write(end, None)
+        with self.owner.tracking.model(rows, self._batch, self.owner.promoting, fresh=True), recomputing:
+            torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
+            now.settle()
         return uses
 
     def _run_clip(self, rows: int) -> None:
