@@ -402,7 +402,7 @@ class CapturedForm:
         self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
-        self._live: tuple[Pass, list[tuple[GradientEdge | None, torch.dtype]], Uses] | None = None
+        self._live: tuple[Pass, list[tuple[Tensor | GradientEdge | None, torch.dtype]], Uses] | None = None
 
     def fits(self, rows: int, lengths: Lengths) -> bool:
         return any(graphs.rows >= rows for graphs in self._graphs) and all(
@@ -531,8 +531,7 @@ class CapturedForm:
             end[:rows].copy_(output.detach())
         if now.kept_elsewhere:
             raise NotCapturable("activations are kept elsewhere")
-        # Their edges in place of the outputs: of logits, nothing but what the loss saved is needed any more.
-        edges = [get_gradient_edge(output) if output.requires_grad else None for output in held]
+        edges = [_edge(output) if output.requires_grad else None for output in held]
         self._live = now, list(zip(edges, (output.dtype for output in held), strict=True)), uses
         return kept, tree
 
@@ -561,7 +560,8 @@ class CapturedForm:
         assert self._live is not None
         now, held, uses = self._live
         padding = self._places[:rows] >= self._count
-        outputs, back = [], []
+        outputs: list[Any] = []
+        back: list[Tensor] = []
         for end, (edge, dtype) in zip(self.ends, held, strict=True):
             # Copied: gradients of the last layers are made of it, and are still there when others come back.
             signal = blanked(end[:rows], padding, in_place=True).to(dtype, copy=True)
@@ -611,6 +611,12 @@ class CapturedForm:
             self._live = None
         few = itemgetter(slice(replay.rows))
         return {name: [change(gradient, few) for gradient in uses] for name, uses in found.items()}
+
+
+def _edge(output: Tensor) -> Tensor | GradientEdge:
+    """Where a backward pass begins: of logits, nothing but what the loss saved is needed any more. The edges of older
+    versions of torch do not keep the graph of an autograd.Function."""
+    return get_gradient_edge(output) if "ownership_token" in GradientEdge._fields else output
 
 
 def _hooked(module: nn.Module) -> bool:
