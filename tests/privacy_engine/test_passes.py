@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import vestige
 from loops import LOSS, flat, moved, oracle, plain, private, same_step
+from vestige.engines.example_axis.labels import Tracker
+from vestige.engines.per_example.taps import require_unwritten
 
 
 class Tokens(nn.Module):
@@ -382,6 +384,16 @@ def test_a_model_that_writes_examples_into_a_buffer_is_refused():
     rows = next(iter(loader))[0]
     with pytest.raises(ValueError, match="buffer 'seen' was changed by the forward pass"):
         model(rows, rows)
+
+
+def test_a_value_at_which_gradients_are_taken_may_not_hold_examples():
+    """It need not be the module's own: a method may ask elsewhere than at the parameters."""
+    model, tracker = nn.Linear(3, 3), Tracker()
+    elsewhere = {name: p.detach().clone() for name, p in model.named_parameters()}
+    require_unwritten(model, tracker, elsewhere)
+    tracker.label_rows(elsewhere["weight"], 3, 1)
+    with pytest.raises(ValueError, match="parameter 'weight' was changed by the forward pass"):
+        require_unwritten(model, tracker, elsewhere)
 
 
 def test_a_mask_as_long_as_the_batch_is_a_constant():
