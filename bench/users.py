@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import gzip
 import json
 import os
@@ -37,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import _len_torch_function_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
@@ -366,14 +368,20 @@ def step_times(arguments: argparse.Namespace) -> None:
 def compared(
     model: nn.Module, data: Any, users: np.ndarray, rows: int, arguments: argparse.Namespace, end: float
 ) -> dict[str, float]:
-    """Milliseconds of each kind of step, and ratios: by `vestige.train`, and in a loop of one's own."""
+    """Milliseconds of each kind of step, and ratios: by `vestige.train`, and in a loop of one's own.
+
+    A loop follows every operator of its process as long as it lives, so it is measured alone."""
     by_users = {"users": users, "sample": "users"}
-    runs = {
-        "rows": trained_steps(model, data, rows, arguments.device),
-        "users": trained_steps(model, data, rows, arguments.device, **by_users),
-        "loop rows": loop_steps(model, data, rows, arguments.device),
-        "loop users": loop_steps(model, data, rows, arguments.device, **by_users),
-    }
+    given = (model, data, rows, arguments.device)
+    means = in_turns({"rows": trained_steps(*given), "users": trained_steps(*given, **by_users)}, arguments, end)
+    means |= in_turns({"loop rows": loop_steps(*given)}, arguments, end)
+    means |= in_turns({"loop users": loop_steps(*given, **by_users)}, arguments, end)
+    ratios = {"ratio": means["users"] / means["rows"], "loop ratio": means["loop users"] / means["loop rows"]}
+    return {f"{name} ms": each for name, each in means.items()} | ratios
+
+
+def in_turns(runs: dict[str, Iterator[Any]], arguments: argparse.Namespace, end: float) -> dict[str, float]:
+    """Mean milliseconds of a step of each run; the runs are over after it."""
     warm, measured = (1, 2) if arguments.device == "cpu" else (30, -(-arguments.steps // 3))
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(4):  # in turns: what else the machine does falls on all of them
@@ -386,9 +394,11 @@ def compared(
                     taken[name].append(1000 * (time.monotonic() - begun))
         if time.monotonic() > end and turn > 0:
             break
-    means = {name: statistics.mean(each) for name, each in taken.items()}
-    ratios = {"ratio": means["users"] / means["rows"], "loop ratio": means["loop users"] / means["loop rows"]}
-    return {f"{name} ms": each for name, each in means.items()} | ratios
+    while runs:
+        runs.popitem()[1].close()  # type: ignore[attr-defined]
+    gc.collect()
+    assert not _len_torch_function_stack(), "a loop that was measured before would follow what is measured next"
+    return {name: statistics.mean(each) for name, each in taken.items()}
 
 
 def trained_steps(model: nn.Module, data: Any, rows: int, device: str, **options: Any) -> Iterator[Any]:
