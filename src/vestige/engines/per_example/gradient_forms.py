@@ -86,7 +86,9 @@ class Dense:
 
     def _rows(self) -> Tensor:
         """The numbers of each example, as they lie in memory."""
-        value = wide(self.value).permute(0, *memory_order(self.value))
+        value = wide(self.value)
+        if not self.value.is_contiguous():
+            value = value.permute(0, *memory_order(self.value))
         return value.reshape(len(value), prod(value.shape[1:]))
 
 
