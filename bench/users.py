@@ -414,12 +414,15 @@ def loop_steps(model: nn.Module, data: Any, rows: int, device: str, **options: A
         module=own, optimizer=torch.optim.SGD(own.parameters(), lr=1e-3), data_loader=loader, noise_multiplier=1.0,
         max_grad_norm=1.0, **options,
     )  # fmt: skip
-    while True:
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(own(inputs), targets).backward()
-            optimizer.step()
-            yield None
+    try:
+        while True:
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(own(inputs), targets).backward()
+                optimizer.step()
+                yield None
+    finally:
+        engine.close()
 
 
 class OnDevice(TensorDataset):
