@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from vestige.mechanism.bad_rows import Admissible
 from vestige.mechanism.clipping import Batch
 from vestige.mechanism.loading import Ahead, Loading, Rows, Target, fields_of, form_of, labels_of, tensor_of
-from vestige.mechanism.text_padding import LABELS, PaddedAlone, TextPadding
+from vestige.mechanism.text_padding import LABELS, SHORTEST, SHORTEST_ON_GPU, PaddedAlone, TextPadding
 from vestige.processes import data_fingerprints
 
 Data = Any
@@ -89,7 +89,8 @@ class Examples:
         """From now on, texts that are read one by one are padded to a few lengths, each by its own."""
         assert self._rows is not None
         assert self.form.names is not None
-        self._rows.padding = PaddedAlone(padding, (*self.form.names, *self.form.further, LABELS))
+        shortest = SHORTEST_ON_GPU if self.device.type == "cuda" else SHORTEST
+        self._rows.padding = PaddedAlone(padding, (*self.form.names, *self.form.further, LABELS), shortest)
 
     @property
     def pads(self) -> bool:
