@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
-from vestige.engines.example_axis.labels import Read, Rows, Tracker, unseen, untracked, users_line
+from vestige.engines.example_axis.labels import Read, Rows, Tracker, unseen, unseen_by_functions, untracked, users_line
 
 CLASSES = (F.cross_entropy, F.nll_loss)
 NUMBERS = (
@@ -31,7 +31,7 @@ NUMBERS = (
 LEGACY = ("size_average", "reduce")
 READS = (
     *(Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__array__, Tensor.__format__, Tensor.__deepcopy__),
-    *(Tensor.__dlpack__, Tensor.data_ptr, Tensor.__reduce_ex__),
+    *(Tensor.__dlpack__, Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.untyped_storage, Tensor.storage),
 )
 
 
@@ -124,7 +124,8 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if reduction == "mean":
         losses = _averaged(mode, function, args, kwargs, each, losses, own)
     if mode.inside:
-        mode.tracker.scalars[losses.untyped_storage()._cdata] = reduction
+        with unseen_by_functions():
+            mode.tracker.scalars[losses.untyped_storage()._cdata] = reduction
         return losses
     mode.tracker.reductions.add(reduction)
     return losses.mean() if reduction == "mean" else losses.sum()

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -226,6 +226,15 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
+@cache
+def has_own_memory(kind: type) -> bool:
+    """Whether tensors of a class are memory, rather than made of other tensors that operators are passed on to."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+UNFOLLOWED = "is a tensor of examples whose memory is not followed: use an ordinary one"
+
+
 class Labels:
     """The labels of all memory that depends on examples."""
 
@@ -252,8 +261,10 @@ class Labels:
         return found
 
     def _found(self, tensor: Tensor) -> Label | None:
+        if not has_own_memory(type(tensor)):
+            return self._of_parts(tensor)
         memory = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        if memory is None:
+        if memory is None:  # a sparse tensor of examples is refused where it is made
             return None
         view = view_of(tensor)
         found = memory.known.get(view)
@@ -269,6 +280,14 @@ class Labels:
         unknown = isinstance(region, Pieces) and geometry[0][:1] != (region.count,)
         return found or mixed("a view", "takes entries of several examples out of their order", unknown)
 
+    def _of_parts(self, wrapper: Tensor) -> Label | None:
+        """A tensor that is made of others, such as a nested one, is public if they all are."""
+        flatten = getattr(wrapper, "__tensor_flatten__", None)
+        parts = [getattr(wrapper, name) for name in flatten()[0]] if flatten is not None else []
+        if flatten is None or any(self._found(part) is not None for part in parts):
+            return mixed(type(wrapper).__name__, UNFOLLOWED, unknown=True)
+        return None
+
     def set(self, tensor: Tensor, label: Label) -> None:
         """Label memory that is new."""
         self.arrange(tensor, label.plain() if isinstance(label, Mixed) else label)
@@ -276,6 +295,8 @@ class Labels:
     def arrange(self, tensor: Tensor, label: Label) -> None:
         """The same, where the label may say in which order the examples are (`orders`)."""
         with unseen_by_functions():
+            if tensor.layout != torch.strided or tensor.is_nested or not has_own_memory(type(tensor)):
+                raise NotApart(mixed("what is made", UNFOLLOWED, unknown=True))
             storage, view = tensor.untyped_storage(), view_of(tensor)
             if isinstance(label, Rows) and label.axis >= len(view[0]):
                 raise IndexError(f"a rule gives examples along axis {label.axis} of a tensor of {len(view[0])} axes")
@@ -421,7 +442,10 @@ class Tracker(TorchDispatchMode):
 
     def scalar(self, tensor: Tensor) -> str | None:
         """How a model would have reduced this loss, which has a number for each example."""
-        return self.scalars.get(tensor.untyped_storage()._cdata) if self.scalars and tensor.dim() == 1 else None
+        if not self.scalars or tensor.dim() != 1:
+            return None
+        with unseen_by_functions():
+            return self.scalars.get(tensor.untyped_storage()._cdata)
 
     def label_like(self, tensor: Tensor, other: Tensor) -> None:
         """The tensor has its rows where the other one has them."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
+from vestige.engines.example_axis.labels import NotApart, Tracker, unseen_by_functions, untracked
 from vestige.engines.per_example.gradient_forms import Gradient, combine
 from vestige.engines.per_example.kernels import aligned
 
@@ -198,7 +198,7 @@ class Pass:
 
 
 def _memory(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with unseen_by_functions():
         return tensor.untyped_storage().data_ptr()
 
 

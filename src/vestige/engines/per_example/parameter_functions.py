@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from vestige.engines.example_axis.labels import unseen_by_functions
 from vestige.engines.per_example.gradient_forms import (
     Deferred,
     Dense,
@@ -305,7 +306,9 @@ def _derived(
 def _view(before: Expression, result: Tensor) -> View | None:
     """A result that lies in the storage of what it was made of."""
     value = before.value
-    if not value.numel() or result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+    with unseen_by_functions():
+        apart = result.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+    if apart or not value.numel():
         return None
     place = Place.of_view(result, value)
     if place is None:
