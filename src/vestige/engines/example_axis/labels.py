@@ -227,7 +227,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 @cache
-def has_own_memory(kind: type) -> bool:
+def has_own_memory(kind: type[Tensor]) -> bool:
     """Whether tensors of a class are memory, rather than made of other tensors that operators are passed on to."""
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
