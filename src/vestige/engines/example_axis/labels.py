@@ -284,7 +284,7 @@ class Labels:
         """A tensor that is made of others, such as a nested one, is public if they all are."""
         flatten = getattr(wrapper, "__tensor_flatten__", None)
         parts = [getattr(wrapper, name) for name in flatten()[0]] if flatten is not None else []
-        if flatten is None or any(self._found(part) is not None for part in parts):
+        if flatten is None or any(isinstance(part, Tensor) and self._found(part) is not None for part in parts):
             return mixed(type(wrapper).__name__, UNFOLLOWED, unknown=True)
         return None
 
