@@ -232,7 +232,7 @@ def has_own_memory(kind: type[Tensor]) -> bool:
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-UNFOLLOWED = "is a tensor of examples whose memory is not followed: use an ordinary one"
+UNFOLLOWED = "is made of examples and cannot be followed: use an ordinary tensor"
 
 
 class Labels:
@@ -285,7 +285,7 @@ class Labels:
         flatten = getattr(wrapper, "__tensor_flatten__", None)
         parts = [getattr(wrapper, name) for name in flatten()[0]] if flatten is not None else []
         if flatten is None or any(isinstance(part, Tensor) and self._found(part) is not None for part in parts):
-            return mixed(type(wrapper).__name__, UNFOLLOWED, unknown=True)
+            return mixed(f"a {type(wrapper).__name__}", UNFOLLOWED, unknown=True)
         return None
 
     def set(self, tensor: Tensor, label: Label) -> None:
@@ -296,7 +296,7 @@ class Labels:
         """The same, where the label may say in which order the examples are (`orders`)."""
         with unseen_by_functions():
             if tensor.layout != torch.strided or tensor.is_nested or not has_own_memory(type(tensor)):
-                raise NotApart(mixed("what is made", UNFOLLOWED, unknown=True))
+                raise NotApart(mixed("a sparse or nested tensor", UNFOLLOWED, unknown=True))
             storage, view = tensor.untyped_storage(), view_of(tensor)
             if isinstance(label, Rows) and label.axis >= len(view[0]):
                 raise IndexError(f"a rule gives examples along axis {label.axis} of a tensor of {len(view[0])} axes")
