@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -473,3 +474,15 @@ def test_every_group_of_the_help_fits_a_screen(name, monkeypatch):
     panels = [part.splitlines() for part in out.split("╭")[1:]]
     assert len(panels) > 5
     assert max(map(len, panels)) <= 50
+
+
+def test_commands_that_begin_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-120000")
+    for _ in range(3):
+        code, _, error = vestige(
+            "train", "--task", "digits-mlp", "--method", "dp-sgd", "--epsilon", 1, "--steps", 1, "--sample-rate", 0.01
+        )
+        assert code == 0, error
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert names == [f"digits-mlp-dp-sgd-20260101-120000{number}" for number in ("", "-2", "-3")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +23,7 @@ from vestige.cli.run_comparison import (
     finish,
     make_runs,
 )
-from vestige.cli.terminal import Json, Trust, stderr
+from vestige.cli.terminal import Json, Trust, dated_folder, stderr
 from vestige.compare.arguments import contenders, grids, numbers, try_to_build
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def compare(context: typer.Context, flags: CompareFlags) -> None:
         specification = _asked_specification(context, flags)
     check_tasks(specification)
     _check_names(specification)
-    path = flags.out or Path("runs") / f"{'quick' if flags.quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = flags.out or dated_folder("quick" if flags.quick else "compare")
     finish(make_runs(path, specification, execution, visible=not flags.as_json, budget=paying), flags.as_json)
 
 

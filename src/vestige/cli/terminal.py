@@ -7,8 +7,11 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
+from pathlib import Path
 from threading import Timer
 from typing import Annotated
 
@@ -29,6 +32,13 @@ Trust = Annotated[
 ]
 
 LARGEST_SEED = 2**63 - 1
+
+
+def dated_folder(name: str) -> Path:
+    """runs/NAME-TIME for what is made without --out; a number follows where another was begun in the same second."""
+    dated = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (dated.with_name(f"{dated.name}-{number}") for number in count(2))
+    return next(path for path in chain((dated,), numbered) if not path.exists())
 
 
 def print_json(content: dict[str, object]) -> None:

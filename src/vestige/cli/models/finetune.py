@@ -41,7 +41,7 @@ from vestige.cli.models.flags import (
 )
 from vestige.cli.models.messages import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.models.method_flags import with_method_options
-from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
+from vestige.cli.terminal import Json, dated_folder, graceful_stop, print_json, stderr, stdout, step_progress
 
 if TYPE_CHECKING:
     from vestige.finetuning.job import FineTuning
@@ -179,11 +179,7 @@ def finetune(context: typer.Context, flags: FineTuneFlags, **method_options: obj
             "device": flags.device or default_device(),
         }
         job = FineTuning(**settings)
-    path = (
-        flags.resume
-        or flags.out
-        or Path("runs") / f"{Path(job.model).name}-{job.method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    path = flags.resume or flags.out or dated_folder(f"{Path(job.model).name}-{job.method}")
     checkpoint, public, training = start(job, path, resume=flags.resume is not None)
     if not flags.quiet:
         _announce(job, training)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +29,17 @@ from vestige.cli.models.flags import (
     part_size,
 )
 from vestige.cli.models.messages import NOT_PRIVATE
-from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, meant, print_json, stderr, stdout, step_progress
+from vestige.cli.terminal import (
+    LARGEST_SEED,
+    Json,
+    dated_folder,
+    graceful_stop,
+    meant,
+    print_json,
+    stderr,
+    stdout,
+    step_progress,
+)
 
 if TYPE_CHECKING:
     from vestige.synthesis.output import Synthesis
@@ -177,7 +186,7 @@ def synthesize(context: typer.Context, flags: SynthesizeFlags) -> None:
     from vestige.tf32 import default_device
 
     where = flags.device or default_device()
-    path = flags.resume or flags.out or Path("runs") / f"synth-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = flags.resume or flags.out or dated_folder("synth")
     job: TableSynthesis | TextSynthesis
     if flags.resume is not None:
         job = _continued(context, flags.resume, {"data": flags.data, "device": flags.device, "budget": flags.budget})

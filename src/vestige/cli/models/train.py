@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +41,7 @@ from vestige.cli.models.flags import (
 )
 from vestige.cli.models.messages import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.models.method_flags import with_method_options
-from vestige.cli.terminal import Json, Trust, graceful_stop, print_json, stderr, stdout, step_progress
+from vestige.cli.terminal import Json, Trust, dated_folder, graceful_stop, print_json, stderr, stdout, step_progress
 
 if TYPE_CHECKING:
     from vestige.run_records import RunResult
@@ -217,11 +216,7 @@ def train(context: typer.Context, flags: TrainFlags, **method_options: object) -
     if flags.nonprivate_logs and not flags.log_to:
         raise ValueError("--nonprivate-logs goes with --log-to: it voids the guarantee, and there is nowhere to log")
     loggers.check(flags.log_to or [])
-    path = (
-        flags.resume
-        or flags.out
-        or Path("runs") / f"{job.recipe or f'{Path(job.task).stem}-{job.method}'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    path = flags.resume or flags.out or dated_folder(job.recipe or f"{Path(job.task).stem}-{job.method}")
     loaded, training = start(job, path, resume=flags.resume is not None)
     _announce(job, training)
     with (
