@@ -446,8 +446,8 @@ def test_all_rows_of_a_user_are_hidden_together(tmp_path):
     assert history.facts["population"] == 200  # two of six rows of each patient
     lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     asked = [line["sensitivity"] for line in lines if line["row"] == "ask"]
-    assert asked == pytest.approx([2 * np.sqrt(3), 2, 2, asked[-1]])
-    assert asked[-1] in (2.0, 2 * np.sqrt(2))
+    assert asked[:3] == pytest.approx([2 * np.sqrt(3), 2, 2])
+    assert asked[3:] in ([], [2.0], [2 * np.sqrt(2)])  # counts of the pairs that were chosen: none, one or two
     assert "one user" in (out / "README.md").read_text()
     for wrong, words in (({"rows_per_user": None}, "rows_per_user=None"), ({"user_column": "age"}, "is among")):
         with pytest.raises(ValueError, match=words):
