@@ -7,6 +7,7 @@ never meet in a floating-point addition.
 
 from __future__ import annotations
 
+from itertools import repeat
 from math import ceil, log2, sqrt
 
 import numpy as np
@@ -21,6 +22,8 @@ from vestige.tf32 import triton_available
 
 ROUNDING = 2.0**-10
 """By how much more than its sensitivity a sum may move by rounding in float32; noise is made larger by as much."""
+AT_ONCE = 1 << 16
+"""Coordinates whose noise is added at once: few enough to stay near the processor."""
 
 
 def charged(multiplier: float | Tensor, size: int) -> float | Tensor:
@@ -94,7 +97,12 @@ def add_steps(
 
         return triton_lattice.add(total, spacing, stream, more, keep=nonprivate_keep)
     steps = _drawn(total.shape, stream, more).to(total.device)
-    total.copy_((total.double().div(spacing).round().long() + steps).double() * spacing)
+    spaced = isinstance(spacing, Tensor) and spacing.dim()
+    sizes = spacing.expand(total.shape).reshape(-1).split(AT_ONCE) if spaced else repeat(spacing)  # type: ignore[union-attr]
+    for part, own, size in zip(total.view(-1).split(AT_ONCE), steps.view(-1).split(AT_ONCE), sizes, strict=False):
+        exact = part.double()
+        whole = exact.div_(size).round_().long().add_(own)
+        part.copy_(exact.copy_(whole).mul_(size))
     return (steps * spacing).to(total.dtype) if nonprivate_keep else None
 
 
