@@ -17,7 +17,7 @@ test: $(READY)  ## the everyday tests
 	$(TEST)
 
 test-slow: $(READY)  ## all tests, the slow ones too
-	$(TEST) -m ""
+	VESTIGE_TESTS_AT_NIGHT=1 $(TEST) -m ""
 
 faults: $(READY)  ## that the everyday tests catch every fault of tests/seeded_faults.toml
 	$(BIN)/python bench/seeded_faults.py --jobs 2
