@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from vestige.checks import RowsNotApart
-from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
@@ -105,13 +104,12 @@ class BookKeeping:
     def _losses(self, batch: Sequence[Tensor], tracker: Tracker) -> Tensor:
         """Each example's own: by the rules, where the loss is made of torch's own, or taken apart."""
         args, named, targets = self.form.split(batch)
-        with TrackedFunctions(tracker, inside=True):
-            outputs = self.model(*args, **named)
-            label = tracker.labels.get(batch[0])
-            if not counts_targets(self.loss) and isinstance(label, Rows) and label.inner == 1:
-                found = self._rowwise(outputs, targets)
-                if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
-                    return found
+        outputs = self.model(*args, **named)
+        label = tracker.labels.get(batch[0])
+        if not counts_targets(self.loss) and isinstance(label, Rows) and label.inner == 1:
+            found = self._rowwise(outputs, targets)
+            if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
+                return found
         return example_losses(self.loss, outputs, targets)
 
     def _rowwise(self, outputs: Any, targets: Targets) -> Any:

@@ -26,7 +26,7 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
+from vestige.engines.example_axis.labels import NotApart, Tracker, unseen
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import UnsupportedUse
@@ -117,7 +117,7 @@ def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
 
 def is_full(mask: Tensor) -> bool:
     """Whether a mask leaves nothing out: models then skip work, with the same result."""
-    with untracked():
+    with unseen():
         return bool((mask == 1).all())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from vestige.engines.example_axis.labels import untracked
+from vestige.engines.example_axis.labels import unseen
 from vestige.engines.per_example.composite_layers import REGISTERED
 from vestige.engines.per_example.gradient_forms import Dense, wide
 from vestige.engines.per_example.parameter_expressions import Axis, Expression, Pulled, tapped
@@ -114,7 +114,7 @@ def _hold_against_autograd(
     signal: Tensor,
 ) -> None:
     """Raise ValueError unless a rule gives each row the gradient that autograd gives it: one backward pass for each."""
-    with untracked(), torch.enable_grad():
+    with unseen(), torch.enable_grad():
         leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
         output = forward(leaves)
         for row in range(len(signal)):

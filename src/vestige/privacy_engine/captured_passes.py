@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
@@ -50,7 +49,7 @@ from vestige.engines.cuda_graphs import (
     precision,
     restore_device_draws,
 )
-from vestige.engines.example_axis.labels import NotApart, Rows, untracked
+from vestige.engines.example_axis.labels import NotApart, Rows, unseen, without_modes
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass, full_precision
@@ -367,7 +366,7 @@ class Asked:
         if not to:
             return self
         leaves = list(self.call.leaves)
-        with untracked():
+        with unseen():
             for name, leaf in padding.pad(self.texts, to).items():
                 leaves[self.names[name]] = leaf
         return replace(self, call=Call(leaves, self.call.tree))
@@ -431,7 +430,7 @@ class CapturedForm:
         return replay
 
     def _load(self, leaves: Sequence[Any]) -> None:
-        with untracked():
+        with unseen():
             for place, leaf in enumerate(leaves):
                 if place in self._rows:
                     fill_rows(self._leaves[place], leaf)
@@ -443,7 +442,7 @@ class CapturedForm:
     def run(self) -> None:
         """The first rows alone, proved; nothing is left of it."""
         draws = host_draws(), device_draws(self.device)
-        with _disable_current_modes():  # those of the loop
+        with without_modes():  # those of the loop
             self._run_all(self._first)
         restore_host_draws(draws[0])
         restore_device_draws(draws[1], self.device)
@@ -451,7 +450,7 @@ class CapturedForm:
 
     def outputs(self) -> list[Tensor]:
         """What the forward pass gives of the first rows, proved."""
-        with _disable_current_modes():
+        with without_modes():
             self._run_forward(self._first)
         self._live = None
         return self.ends
@@ -459,7 +458,7 @@ class CapturedForm:
     def capture(self, rows: int) -> None:
         """Captured while it is proved. Where that does not work at once it is run before, proved too: kernels are then
         loaded, and what is sent to the device is known. Raises where that cannot be."""
-        with _disable_current_modes():
+        with without_modes():
             self._capture(rows)
 
     def _capture(self, rows: int) -> None:
@@ -601,7 +600,7 @@ class CapturedForm:
         self._rows_of_users.zero_()[: len(counts)].copy_(counts, non_blocking=True)
 
     def again(self, replay: Replay) -> Uses:
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), _disable_current_modes():
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), without_modes():
             restore_device_draws(replay.draws, self.device)
             signals = [end.clone() for end in self.ends]
             self._run_forward(replay.graphs.rows)

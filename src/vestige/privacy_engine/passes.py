@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
-from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, unseen
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, unseen, without_modes
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass
@@ -552,8 +551,9 @@ class Passes:
         self.lengths.met(opened.shapes, tracker.averaged)
         task = torch._C._current_graph_task_id()
         opened.tasks[task] = {}
+        tracker.strict = True  # what hooks and functions of the model's read on the way back decides for everybody
         if opened.now.recomputes:
-            tracker.strict, tracker.expected = True, opened.expected
+            tracker.expected = opened.expected
             opened.stack.enter_context(self._taps.watching(opened.now))
             self._recomputing.append(opened.stack)
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
@@ -565,7 +565,7 @@ class Passes:
         if replay.went_back:  # the graphs' memory is for one backward pass
             for each in self._pending:
                 each.take_out()
-        with _disable_current_modes():
+        with without_modes():
             opened.tasks[task] = replay.back(signals)
 
     def _deliver(self, tasks: weakref.ref[Tasks], uses: Mapping[str, Gradient], task: int | None = None) -> None:

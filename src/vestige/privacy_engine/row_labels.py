@@ -113,6 +113,7 @@ class Tracking:
     def stop(self) -> None:
         """A step begins, or the loader is left."""
         self._off()
+        self.tracker.strict, self.tracker.expected = False, None  # of a backward pass that failed
         self.clean_up()
         self._forget_losses()
         self.labels.prune()

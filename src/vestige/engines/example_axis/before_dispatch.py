@@ -3,23 +3,34 @@
 - A loss of torch's own over rows is taken of each example by itself: a mean over targets that count becomes each
   example's mean over its own, so that no divisor is everybody's. Inside a model, what it returns as its loss then has a
   number for each example; in a loop, the loss is their mean.
-- `tolist`, `numpy`, `str` and the like show values to Python without an operator.
+- A function of torch's that is given values of the examples, and passes them to no operator, reads them: `tolist`,
+  `numpy`, `torch.tensor` of a list of them. What such functions show is not followed. Facts about a tensor are not its
+  values (`FACTS`), and some functions take no more of an argument than its shape or type (`LIKE_THE_SECOND`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
-from vestige.engines.example_axis.labels import Read, Rows, Tracker, unseen, unseen_by_functions, untracked, users_line
+from vestige.engines.example_axis.labels import (
+    Read,
+    Rows,
+    Tracker,
+    has_own_memory,
+    unseen,
+    unseen_by_functions,
+    users_line,
+)
 
 CLASSES = (F.cross_entropy, F.nll_loss)
 NUMBERS = (
@@ -32,7 +43,26 @@ LEGACY = ("size_average", "reduce")
 READS = (
     *(Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__array__, Tensor.__format__, Tensor.__deepcopy__),
     *(Tensor.__dlpack__, Tensor.data_ptr, Tensor.__reduce_ex__, Tensor.untyped_storage, Tensor.storage),
+    *(Tensor.apply_, Tensor.map_, Tensor.map2_),
 )
+"""Some of them give back what they were given, or memory that is followed."""
+FACTS = (
+    "size dim ndimension stride numel nelement element_size storage_offset is_contiguous is_complex is_floating_point "
+    "is_signed is_inference is_conj is_neg is_pinned is_shared is_coalesced is_same_size is_set_to get_device type "
+    "has_names register_hook register_post_accumulate_grad_hook __len__ __hash__ dim_order sparse_dim dense_dim "
+    "result_type can_cast is_distributed _is_view _is_zerotensor qscheme cudnn_is_acceptable _use_cudnn_ctc_loss "
+    "_use_cudnn_rnn_flatten_weight storage_type module_load retain_grad requires_grad_ is_storage is_tensor"
+)
+"""Functions that look at no value."""
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""The tracker sees what is passed to them."""
+EXPOSING = frozenset((Tensor.__cuda_array_interface__.__get__,))  # type: ignore[attr-defined]
+"""Attributes that are no facts."""
+LIKE_THE_SECOND = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+"""Functions that take the values of their first argument alone, and the shape or the type of others."""
+LIKE_THE_FIRST = frozenset(("new_tensor", "new"))
+"""Those that take no more than the type of their first argument."""
+_FACTS = frozenset(FACTS.split())
 
 
 class TrackedFunctions(TorchFunctionMode):
@@ -53,7 +83,64 @@ class TrackedFunctions(TorchFunctionMode):
                     f"a value of the examples that was read at {each.where} is used again at {users_line()}: no noise "
                     "covers what follows from it. Compute with tensors, row by row, or with public numbers"
                 )
-        return function(*args, **kwargs)
+        return self.watched(function, types, args, kwargs)
+
+    def watched(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The function's result. What it is given of the examples, and passes to no operator, it has read."""
+        tracker, name = self.tracker, function.__name__
+        if name in _FACTS or (name == "__get__" and function not in EXPOSING) or isinstance(function, OPERATORS):
+            return function(*args, **kwargs)
+        foreign = next(filter(_has_functions, types), None)
+        if foreign is not None and torch._C._is_torch_function_enabled():
+            with self:
+                return foreign.__torch_function__(function, types, args, kwargs)
+        given = args[:1] if name in LIKE_THE_SECOND else args[1:] if name in LIKE_THE_FIRST else args
+        if (getattr(function, "__module__", None) or "").startswith("vestige."):
+            return function(*args, **kwargs)
+        labelled = tracker.labels.among([_untransformed(each) for each in _tensors([given, kwargs])], {})
+        if not labelled:
+            return function(*args, **kwargs)
+        outer, tracker.taken = tracker.taken, set()
+        try:
+            found = function(*args, **kwargs)
+            with unseen_by_functions():
+                taken = tracker.taken | {memory_of(each) for each in _tensors(found)}
+                seen = all(memory_of(tensor) in taken for tensor, _ in labelled)
+        finally:
+            tracker.taken = None if outer is None else outer | tracker.taken
+        if not seen:
+            tracker.note_read(Read(name.strip("_"), users_line()))
+        return found
+
+
+@cache
+def _has_functions(kind: Any) -> bool:
+    """Whether a tensor class of somebody else's handles torch's functions in its own way."""
+    own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    ordinary = getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__)
+    return own not in (ordinary, torch._C._disabled_torch_function_impl) and not getattr(kind, "followed", False)
+
+
+def _untransformed(tensor: Tensor) -> Tensor:
+    """What a tensor of vmap's or grad's is made of."""
+    while in_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What is known of a tensor is known of its storage, or of itself where it has none of its own."""
+    tensor = _untransformed(tensor)
+    plain = tensor.layout == torch.strided and has_own_memory(type(tensor))
+    return tensor.untyped_storage()._cdata if plain else id(tensor)
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, dict):
+        found = list(found.values())
+    return [one for each in found for one in _tensors(each)] if isinstance(found, list | tuple) else []
 
 
 class ReadNumber(float):
@@ -171,10 +258,10 @@ def _averaged(
 
 def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tracker = mode.tracker
-    if in_transform(args[0]) or tracker.labels.get(args[0]) is None:
+    if not tracker.labels.among([_untransformed(each) for each in _tensors(args)], {}):
         return function(*args, **kwargs)
     tracker.note_read(Read(function.__name__.strip("_"), users_line()))
-    with untracked():
+    with unseen():
         return function(*args, **kwargs)
 
 
@@ -182,6 +269,37 @@ def _item(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if mode.inside or in_transform(args[0]) or mode.tracker.labels.get(args[0]) is None:
         return function(*args, **kwargs)
     return read_number(function(*args, **kwargs), users_line())
+
+
+def _backward(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """With the mode on, which torch takes off for what it calls: hooks and functions of the user's run then."""
+    named = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False)) | kwargs
+    with mode:
+        return torch.autograd.backward(args[0], named.pop("gradient", None), **named)
+
+
+def _engine(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The same of `torch.autograd.backward` and `grad`, which ask no mode where all they are given are edges."""
+    named = dict(zip(("tensors", "inputs"), args, strict=False)) | kwargs
+    tensors, inputs, key = named.pop("tensors"), named.pop("inputs"), GRADIENTS[function]
+    given = named.pop(key)
+    given = [None] * len(tensors) if given is None else [given] if isinstance(given, Tensor) else given
+    with unseen_by_functions():
+        reached = [each for each in (*tensors, *(inputs or ())) if isinstance(each, Tensor)]
+        if named.get("is_grads_batched") or named.get("materialize_grads") or not all(e.requires_grad for e in reached):
+            return function(*args, **kwargs)
+        outputs, ends = ([_edge(each) for each in some or ()] for some in (tensors, inputs))
+        ones = (own is None and isinstance(each, Tensor) for each, own in zip(tensors, given, strict=True))
+        given = [torch.ones_like(each) if one else own for each, own, one in zip(tensors, given, ones, strict=True)]
+    with mode:
+        return function(outputs, inputs=None if inputs is None else ends, **{key: given}, **named)
+
+
+GRADIENTS = {torch.autograd.backward: "grad_tensors", torch.autograd.grad: "grad_outputs"}
+
+
+def _edge(end: Any) -> Any:
+    return get_gradient_edge(end) if isinstance(end, Tensor) else end
 
 
 def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -195,12 +313,12 @@ def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str,
 
 def _pack(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = None if kwargs or in_transform(args[0]) else reordered_examples.pack(mode.tracker, *args)
-    return function(*args, **kwargs) if found is None else found
+    return mode.watched(function, (), args, kwargs) if found is None else found
 
 
 def _pad(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = None if kwargs or in_transform(args[0]) else reordered_examples.pad(mode.tracker, *args)
-    return function(*args, **kwargs) if found is None else found
+    return mode.watched(function, (), args, kwargs) if found is None else found
 
 
 def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -222,6 +340,9 @@ HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]]
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
     Tensor.item: _item,
+    Tensor.backward: _backward,
+    torch.autograd.backward: _engine,
+    torch.autograd.grad: _engine,
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     torch._C._nn.pad_sequence: _pad_examples,

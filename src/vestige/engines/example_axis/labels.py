@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes of a tensor; its strides and its offset in its storage, in bytes."""
@@ -422,6 +423,8 @@ class Tracker(TorchDispatchMode):
         """The number of examples, and the number of their batch: public tensors of as many rows are promoted to rows,
         which is sound of any public value, so that parameters meet them row by row."""
         self.promoted = 0
+        self.taken: set[int] | None = None
+        """Storages of examples that operators were given, where somebody wants to know."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -469,6 +472,8 @@ class Tracker(TorchDispatchMode):
         labelled = self.labels.among(args, kwargs)
         if not labelled:
             found = func(*args, **kwargs)
+            if func in UNINITIALISED:
+                found.zero_()
             if func is ARANGE or (func is FROM and args[0] == 0):
                 storage = found.untyped_storage()
                 self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
@@ -477,6 +482,9 @@ class Tracker(TorchDispatchMode):
             elif self.labels.identity and func._schema.is_mutable:
                 self.labels.no_identity(written_by(func, args, kwargs))
             return found
+        if self.taken is not None:
+            with unseen_by_functions():
+                self.taken.update([each.untyped_storage()._cdata for each, _ in labelled])
         rule = rule_of(func)
         if rule.of_one_example and (label := of_one_example(labelled)) is not None:
             found = func(*args, **kwargs)
@@ -532,6 +540,13 @@ class Tracker(TorchDispatchMode):
 
 ARANGE, FROM = torch.ops.aten.arange.default, torch.ops.aten.arange.start
 RAND = torch.ops.aten.rand.default
+UNINITIALISED = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
+    for overload in getattr(torch.ops.aten, name).overloads()
+    if not overload.endswith("out")
+)
+"""What they give may be memory that held an example, so it is filled."""
 FACTORIES = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name in ("zeros", "ones", "full", "rand", "randn", "randint", "empty")
@@ -586,15 +601,24 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [one for each in given for one in (each if isinstance(each, list | tuple) else (each,)) if one is not None]
 
 
-untracked = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
-"""Inside, operators run without labels: for sums over examples, which a clip has bounded."""
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, nothing is followed: for views of parameters, where what follows is labelled by the caller, and for sums
+    over examples, which a clip has bounded."""
+    with unseen_by_functions(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        yield
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, nothing is followed at all: for views of parameters, and where what follows is labelled by the caller."""
-    with unseen_by_functions(), untracked():
-        yield
+def without_modes() -> Iterator[None]:
+    """Inside, the modes that are on now are off, and others may be put on."""
+    with _disable_current_modes():
+        held = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        try:
+            yield
+        finally:
+            for mode in reversed(held):
+                _push_mode(mode)
 
 
 def first_mixed(labels: Iterable[Label | None]) -> Mixed | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from vestige.engines.example_axis.labels import (
+    UNINITIALISED,
     Label,
     Labelled,
     Mixed,
@@ -29,6 +30,7 @@ from vestige.engines.example_axis.labels import (
     mixed,
     of_one_example,
     spared,
+    unseen,
     unseen_by_functions,
 )
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
@@ -560,7 +562,13 @@ def _identity(op: Op, index: Tensor, size: int) -> int | None:
     if known is None or index.storage_offset():
         return None
     axes = [place for place, (n, s) in enumerate(zip(index.shape, index.stride(), strict=True)) if n > 1 and s]
-    return axes[0] if len(axes) == 1 and index.stride(axes[0]) == 1 and index.shape[axes[0]] == size else None
+    if len(axes) != 1 or index.stride(axes[0]) != 1 or index.shape[axes[0]] != size:
+        return None
+    if index.device.type == "cpu":  # NumPy and the like may have written to it
+        with unseen():
+            kept = torch.equal(index.as_strided((size,), (1,)), torch.arange(size, dtype=index.dtype))
+        return axes[0] if kept else None
+    return axes[0]
 
 
 def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -692,10 +700,9 @@ TABLE: dict[Labeller, str] = {
     "elu_backward floor_divide rsub "
     "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward "
     "hardswish_backward "
-    "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu rrelu_with_noise "
-    "rrelu_with_noise_functional masked_fill masked_fill_ "
+    "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu masked_fill masked_fill_ "
     "polar complex where binary_cross_entropy_with_logits_backward logit_backward lerp_ addcmul_ addcdiv_ nan_to_num_ "
-    "hardswish hardsigmoid gelu normal poisson _conj_physical resolve_conj resolve_neg fill "
+    "hardswish hardsigmoid gelu normal _conj_physical resolve_conj resolve_neg fill "
     "native_dropout_backward rrelu_with_noise_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
     "binary_cross_entropy_backward soft_margin_loss_backward",
     copied: "copy_ copy",
@@ -724,9 +731,9 @@ TABLE: dict[Labeller, str] = {
     last_axes(3): "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d_backward "
     "max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward upsample_trilinear3d "
     "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
-    "channel_shuffle reflection_pad3d replication_pad3d",
+    "reflection_pad3d replication_pad3d",
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
-    "multilabel_margin_loss_backward im2col col2im grid_sampler_2d grid_sampler_3d "
+    "multilabel_margin_loss_backward channel_shuffle im2col col2im grid_sampler_2d grid_sampler_3d "
     "grid_sampler_2d_backward grid_sampler_3d_backward "
     "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d routed _thnn_fused_lstm_cell "
     "_thnn_fused_gru_cell convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable "
@@ -775,7 +782,7 @@ SHAPES = (
 READS = (
     "_local_scalar_dense item is_nonzero nonzero nonzero_numpy equal masked_select unique_dim _unique2 "
     "unique_consecutive "
-    "bincount histc allclose repeat_interleave masked_scatter"
+    "bincount histc allclose repeat_interleave masked_scatter _pack_padded_sequence"
 )
 """Operators by which Python sees a value, or a size that depends on values."""
 
@@ -787,6 +794,8 @@ NEW = "new_zeros new_ones new_empty new_full new_empty_strided"
 
 def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     found = func(*args, **kwargs)
+    if func in UNINITIALISED:
+        found.zero_()
     label = tracker.labels.get(args[0])
     if isinstance(label, Rows) and found.shape == args[0].shape:
         tracker.labels.set(found, label)
@@ -795,6 +804,8 @@ def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelle
 
 def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     found = func(*args, **kwargs)
+    if func in UNINITIALISED:
+        found.zero_()
     tracker.promote(found)
     return found
 
@@ -834,11 +845,12 @@ def find_rule(func: OpOverload) -> Rule:
         each.alias_info.is_write for each in (*schema.returns, *schema.arguments) if each.alias_info
     ):
         return VIEW
-    if torch.Tag.dynamic_output_shape in func.tags:
+    if torch.Tag.dynamic_output_shape in func.tags or not any("Tensor" in str(each.type) for each in schema.returns):
         return SIZED
     new = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, func)
     tags = (*func.tags, *new.tags)  # not all forms in place are tagged as those that give new tensors are
-    return ruled(pointwise) if torch.Tag.pointwise in tags else UNKNOWN
+    draws = torch.Tag.nondeterministic_seeded in tags  # how many numbers, the values may decide
+    return ruled(pointwise) if torch.Tag.pointwise in tags and not draws else UNKNOWN
 
 
 install_rules(find_rule)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from vestige.engines.example_axis.labels import NotApart, Tracker, unseen_by_functions, untracked
+from vestige.engines.example_axis.labels import NotApart, Tracker, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, combine
 from vestige.engines.per_example.kernels import aligned
 
@@ -144,7 +144,7 @@ class Pass:
 
     def settle(self) -> None:
         """A backward pass is over: pull back what waits."""
-        with untracked(), torch.no_grad():
+        with unseen(), torch.no_grad():
             if self.waiting:
                 self.deliver(pulled_back(self.waiting))
 
@@ -254,7 +254,7 @@ def tapped(
         """What a backward pass through this use leaves."""
         for axis, signal in zip(axes, signals, strict=True):
             now.require_own(axis, signal)
-        with untracked(), torch.no_grad(), full_precision(signals[0]):
+        with unseen(), torch.no_grad(), full_precision(signals[0]):
             try:
                 for expression, gradient in settle(axes[0], saved, *signals):
                     now.pull(expression, gradient)

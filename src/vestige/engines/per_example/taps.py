@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
 from vestige.checks import RowsNotApart
+from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import Labels, NotApart, Tracker, unseen
 from vestige.engines.per_example.composite_layers import composite_of, registered
 from vestige.engines.per_example.gradient_forms import Gradient, combine
@@ -96,6 +97,7 @@ class Proved:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.taps, self.labels = model, Taps(model, layout), Labels()
         self.tracker = Tracker(self.labels)
+        self._functions = TrackedFunctions(self.tracker, inside=True)
         self._batches = 0
         """Labels of earlier batches stay: what a model keeps of them is not this batch's own."""
 
@@ -139,7 +141,7 @@ class Proved:
         tracker.expected, tracker.promoted = (examples, self._batches) if promoting else None, 0
         now = Pass(examples, environment, tracker, deliver)
         try:
-            with self.taps.watching(now), torch.enable_grad(), tracker:
+            with self.taps.watching(now), torch.enable_grad(), tracker, self._functions:
                 outputs = losses(rows, tracker)
                 label = tracker.rows(outputs)
                 if label is not None and (label.axis, label.inner, label.first) != (0, views, 0):

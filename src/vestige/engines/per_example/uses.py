@@ -61,6 +61,7 @@ class UnsupportedUse(Exception):
 class TrackedParameter(Tensor):
     """A trainable parameter, or a function of parameters alone, inside a watched pass."""
 
+    followed = True
     expression: Expression
     now: Pass
     part_of: tuple[TrackedParameter, Any] | None = None
