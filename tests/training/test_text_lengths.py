@@ -85,9 +85,10 @@ def alone(model, loss, data, lr, bound):
 def trained(model, loss, data, **options):
     """One step on all texts; and in how many passes of the model."""
     passes = []
-    hook = model.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     given = {"sample_rate": 1.0, "steps": 1, "delta": 1e-5, "noise_multiplier": 1e-9, "lr": 0.5, "max_grad_norm": 0.1}
-    list(vestige.train(model, loss, data, reproducible=1, **given, **options))
+    training = vestige.train(model, loss, data, reproducible=1, **given, **options)
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    list(training)
     hook.remove()
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sum(passes)
 

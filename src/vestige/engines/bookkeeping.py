@@ -34,7 +34,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
-from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses, of_torch
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.tf32 import slack
 
@@ -48,7 +48,17 @@ class BookKeeping:
         self.proved = Proved(model, layout)
         self._left: set[str] = set()
         """Reasons for leaving a step to the reference engine; each is warned of once."""
-        self._said_compiled = False
+        self._said_compiled = self._settled = False
+
+    @property
+    def reads(self) -> set[str]:
+        """Where the model or the loss looks at values of an example, which then runs alone."""
+        return self.reference.reads
+
+    def settle(self) -> None:
+        """Made-up rows have shown what the program does: what is met from now on is a row's doing, and no message says
+        so. A row of which values are read only now is refused: what Python keeps of it could reach others."""
+        self._settled = self.reference.settled = True
 
     def __call__(
         self,
@@ -74,7 +84,7 @@ class BookKeeping:
             try:
                 found = gradients([self.gradients_of(term) for term in terms], batch[0])
             except (NotApart, UnsupportedUse) as problem:
-                if isinstance(problem, NotApart) and not problem.unknown:
+                if isinstance(problem, NotApart) and not (problem.unknown or self._settled):
                     raise RowsNotApart(
                         f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can "
                         "be bounded: compute it of each example by itself"
@@ -106,7 +116,7 @@ class BookKeeping:
         args, named, targets = self.form.split(batch)
         outputs = self.model(*args, **named)
         label = tracker.labels.get(batch[0])
-        if not counts_targets(self.loss) and isinstance(label, Rows) and label.inner == 1:
+        if of_torch(self.loss) and not counts_targets(self.loss) and isinstance(label, Rows) and label.inner == 1:
             found = self._rowwise(outputs, targets)
             if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
                 return found
@@ -126,7 +136,7 @@ class BookKeeping:
             warnings.warn("per-example gradients need eager mode: torch.compile is ignored", stacklevel=4)
 
     def _say_left(self, problem: str) -> None:
-        if problem not in self._left:
+        if problem not in self._left and not self._settled:
             self._left.add(problem)
             warnings.warn(
                 f"examples cannot be proved to stay apart ({problem}): such steps are left to the reference engine, "

@@ -250,6 +250,13 @@ class Captured:
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
+    @property
+    def reads(self) -> set[str]:
+        return self.engine.reads
+
+    def settle(self) -> None:
+        self.engine.settle()
+
     def close(self) -> None:
         """Give the memory of the graphs back; the next step captures others."""
         self._graphs.clear()

@@ -14,16 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+PLAIN = (bool, int, float, str, type(None))
+
 
 class ModuleSnapshot:
-    """The parameters, buffers and counters of a module when this was made; the copies lie in the host's memory."""
+    """The parameters, buffers and plain attributes of a module when this was made; the copies lie in the host's memory.
+    Without `parameters`, those are left alone."""
 
-    def __init__(self, model: nn.Module) -> None:
-        stores: list[dict[str, Any]] = [
-            store for module in model.modules() for store in (module._parameters, module._buffers)
-        ]
+    def __init__(self, model: nn.Module, parameters: bool = True) -> None:
+        stores: list[dict[str, Any]] = [module._buffers for module in model.modules()]
+        if parameters:
+            stores += [module._parameters for module in model.modules()]
         self._stores = [(store, {key: (held, _copied(held)) for key, held in store.items()}) for store in stores]
-        self._counts = [(module, _numbers(module)) for module in model.modules()]
+        self._attributes = [(module, set(vars(module)), _plain(module)) for module in model.modules()]
 
     def restore(self) -> None:
         for store, before in self._stores:
@@ -33,16 +36,18 @@ class ModuleSnapshot:
                 store[key] = held
                 if held is not None and copy is not None and not _equal(held.detach(), copy.to(held.device)):
                     held.data.copy_(copy)
-        for module, numbers in self._counts:
-            vars(module).update(numbers)
+        for module, names, plain in self._attributes:
+            for name in vars(module).keys() - names:
+                del vars(module)[name]
+            vars(module).update(plain)
 
 
 def _copied(held: Tensor | None) -> Tensor | None:
     return None if held is None else held.detach().to("cpu", copy=True)
 
 
-def _numbers(module: nn.Module) -> dict[str, int | float]:
-    return {key: value for key, value in vars(module).items() if type(value) in (int, float)}
+def _plain(module: nn.Module) -> dict[str, object]:
+    return {key: value for key, value in vars(module).items() if type(value) in PLAIN}
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -51,9 +56,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def left_as_found(model: nn.Module) -> Iterator[None]:
+def left_as_found(model: nn.Module, parameters: bool = True) -> Iterator[None]:
     """Inside, passes leave no trace: no random number is spent, no buffer or parameter changed, no pass counted."""
-    held = ModuleSnapshot(model)
+    held = ModuleSnapshot(model, parameters)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:

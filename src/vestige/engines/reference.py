@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from vestige.checks import RowsNotApart
-from vestige.engines.example_axis.labels import Rows, Tracker
+from vestige.engines.example_axis.before_dispatch import TrackedFunctions
+from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
 from vestige.engines.per_example.parameter_expressions import quietly
 from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.processes.parameter_shards import ShardedSum
+from vestige.tf32 import seed_draws
+
+Field = Callable[..., Parameters]
+"""From the parameters and one example to its gradient."""
 
 
 class Reference:
-    """The oracle: one gradient per example, by vmap or in turn, materialised, clipped and summed."""
+    """The oracle: one gradient per example, by vmap or in turn, materialised, clipped and summed.
+
+    vmap computes each example by itself as far as torch's own batching rules go. What they may not cover, operators
+    that have no rule in `example_axis` either, is taken in turn.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
         self.model, self.loss, self.layout, self.form = model, loss, layout, form
+        self.reads: set[str] = set()
+        """Where the model or the loss has looked at values of an example that was run alone."""
+        self.settled = False
+        """Whether values that are read only now are refused."""
         self._in_turn = False
         """Whether the model cannot be run for all examples at once."""
+
+    def settle(self) -> None:
+        self.settled = True
 
     def __call__(
         self,
@@ -40,49 +58,110 @@ class Reference:
         if len(batch[0]) == 0:
             like = into if isinstance(into, Tensor) else into.like
             return like.new_zeros(0, self.layout.groups, dtype=torch.float64)
-        if transform is not None:
-            return add_clipped(
-                self._at_once(transform(grad(self.example_loss)), batch, parameters), clip, self.layout, into
-            )
+        field = grad(self.example_loss)
+        field = field if transform is None else transform(field)
         if not self._in_turn:
             try:
-                return add_clipped(self._at_once(grad(self.example_loss), batch, parameters), clip, self.layout, into)
-            except RuntimeError:  # a model that looks at its numbers, an autograd.Function, rows of different lengths
+                return add_clipped(self._at_once(field, batch, parameters), clip, self.layout, into)
+            except (NotApart, RuntimeError):  # no rule, a look at numbers, an autograd.Function, rows of other lengths
                 self._in_turn = True
-        return add_clipped(self._one_by_one(batch, parameters), clip, self.layout, into)
+        rows = self._one_by_one(field if transform is not None else None, batch, parameters)
+        return add_clipped(rows, clip, self.layout, into)
 
-    def _at_once(self, field: Callable[..., Parameters], batch: Batch, parameters: Parameters) -> Parameters:
-        with quietly():
-            return vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *batch)
+    def _at_once(self, field: Field, batch: Batch, parameters: Parameters) -> Parameters:
+        """Raises `NotApart` where an operator has no rule, or Python looks at a value."""
+        tracker, own = Tracker(), [part.clone() for part in batch]
+        for part in own:
+            tracker.label_rows(part, len(part), 0)
+        with quietly(), tracker, TrackedFunctions(tracker, inside=True):
+            found = vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *own)
+        if tracker.unknown is not None:
+            raise NotApart(tracker.unknown)
+        require_unwritten(self.model, tracker, parameters)
+        return found
 
-    def _one_by_one(self, batch: Batch, parameters: Parameters) -> Parameters:
-        """Each example by itself; what is left of one afterwards, in the model or anywhere else, is refused: the next
-        one could see it."""
+    def _one_by_one(self, field: Field | None, batch: Batch, parameters: Parameters) -> Parameters:
+        """Each example by itself, with random numbers of its own; what is left of one afterwards, in the model or
+        anywhere else, is refused: the next one could see it."""
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        rows = []
-        for place, example in enumerate(zip(*batch, strict=True)):
-            tracker = Tracker(strict=False)
-            own = [part.clone() for part in example]
-            for part in own:
-                tracker.labels.set(part, Rows(-1, 1, len(batch[0]), 0, place))
-            with torch.enable_grad(), tracker:
-                loss = self.example_loss(leaves, *own)
-                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-            require_unwritten(self.model, tracker, leaves)
-            rows.append([each.clone() for each in found])
-            del loss, found, own, part
-            if tracker.labels.alive():
-                gc.collect()
+        held, rows = copied(self.model), []
+        with own_draws(batch[0].device) as begin:
+            for place, example in enumerate(zip(*batch, strict=True)):
+                tracker = Tracker(strict=False)
+                own = [part.clone() for part in example]
+                for part in own:
+                    tracker.labels.set(part, Rows(-1, 1, len(batch[0]), 0, place))
+                begin(place)
+                with torch.enable_grad(), tracker, TrackedFunctions(tracker, inside=True):
+                    found = list(field(parameters, *own).values()) if field is not None else self._gradient(leaves, own)
+                require_unwritten(self.model, tracker, leaves)
+                rows.append([each.detach().clone() for each in found])
+                if tracker.reads and self.settled and not self.reads:
+                    raise RowsNotApart("the model or its loss looks at values of an example")
+                self.reads.update(f"{read.operator} at {read.where}" for read in tracker.reads)
+                del found, own, part
                 if tracker.labels.alive():
-                    raise RowsNotApart(
-                        "the model or its loss keeps something of an example for later passes: no noise covers what "
-                        "others learn from it. Keep no tensors of a forward pass"
-                    )
+                    gc.collect()
+                    if tracker.labels.alive():
+                        raise RowsNotApart(
+                            "the model or its loss keeps something of an example for later passes: no noise covers "
+                            "what others learn from it. Keep no tensors of a forward pass"
+                        )
+        require_same(self.model, held)
         return {name: torch.stack(each) for name, each in zip(leaves, zip(*rows, strict=True), strict=True)}
+
+    def _gradient(self, leaves: Parameters, example: Sequence[Tensor]) -> Sequence[Tensor]:
+        loss = self.example_loss(leaves, *example)
+        return torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
         args, named, target = self.form.split([part.unsqueeze(0) for part in example])
         return example_losses(self.loss, functional_call(self.model, parameters, args, named), target).sum()
+
+
+@contextmanager
+def own_draws(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """What it gives is called before each example: its random numbers do not depend on how many others have drawn, in
+    this pass or in one that was given up; nor do those of later passes."""
+    first = _following(torch.initial_seed())
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def begin(place: int) -> None:
+        seed_draws(device, first + place)
+        random.seed(first + place)
+        np.random.seed((first + place) % 2**32)  # noqa: NPY002
+
+    try:
+        yield begin
+    finally:
+        seed_draws(device, _following(first))
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+def _following(seed: int) -> int:
+    """A seed that looks unrelated (Steele, Lea & Flood 2014)."""
+    seed = (seed + 0x9E3779B97F4A7C15) % 2**64
+    seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB % 2**64
+    return (seed ^ (seed >> 31)) >> 2
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model as they are now."""
+    held = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach().clone() for name, tensor in held}
+
+
+def require_same(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Raise ValueError if a pass about one example has changed the model, be it by numbers that Python has read."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        was = before.get(name)
+        if was is None or tensor.shape != was.shape or not torch.equal(tensor.nan_to_num(), was.nan_to_num()):
+            raise RowsNotApart(
+                f"{name!r} was changed by a pass about one example, and the next example sees it: keep it out of the "
+                "model, or do not change it while training"
+            )
 
 
 @contextmanager

@@ -189,6 +189,20 @@ class Flat(FixedClip):
         return self.bound
 
 
+@dataclass(frozen=True)
+class Without(FixedClip):
+    """Another clip, without the examples that are not `kept`: they are in the batch so that it is as large as ever."""
+
+    clip: Clip
+    kept: Tensor
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return self.clip.factors(norms) * self.kept[:, None]
+
+    def sensitivity(self, layout: Layout) -> float | Tensor:
+        return self.clip.sensitivity(layout)
+
+
 def within(bound: float | Tensor, norms: Tensor) -> Tensor:
     """Factors that scale each example's whole gradient, [..., groups], to norm at most `bound`."""
     whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.checks import RowsNotApart
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.bad_rows import lost_for_good
@@ -26,6 +25,7 @@ from vestige.mechanism.clipping import (
     Parameters,
     RunningSum,
     Transform,
+    Without,
     sensitivity_on,
 )
 from vestige.mechanism.comparisons import Comparisons
@@ -43,6 +43,22 @@ from vestige.tf32 import seed_draws
 Witness = Callable[[Tensor, Tensor], None]
 UNCOUNTED = 1 << 16
 """About how many norms are kept before the infinite ones are counted."""
+
+
+def _failing(batch: Batch, attempt: Callable[[Batch], object]) -> list[int]:
+    """SENSITIVE: the rows of a batch that cannot be computed, found by halving it."""
+    count = len(batch[0])
+    try:
+        attempt(batch)
+        return []
+    except Exception as error:  # whatever a user's model raises on a row
+        if lost_for_good(error):
+            raise
+    if count < 2:
+        return list(range(count))
+    half = count // 2
+    first, second = ([part[where] for part in batch] for where in (slice(half), slice(half, None)))
+    return [*_failing(first, attempt), *(half + place for place in _failing(second, attempt))]
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,8 @@ class Curator(HoldsKey):
         self._priced: tuple[Clip, float | Tensor, float] | None = None
         self.observer: Callable[[Answer], None] | None = None
         """Called with every release, for audits: releases and public facts only."""
+        self.tried_out: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        """Inside, passes leave the model as it was."""
         self.shielded = False
         """Whether a row that fails contributes nothing: made-up rows have shown that the program is sound."""
         self.asked = 0
@@ -254,36 +272,68 @@ class Curator(HoldsKey):
         clip: Clip,
         transform: Transform | None,
     ) -> tuple[RunningSum, list[Tensor]]:
-        """The sum over a sample by batches; where one fails and rows are shielded, over the sample row by row, without
-        those that fail alone."""
+        """The sum over a sample by batches; where one fails and rows are shielded, without those that fail alone."""
         precision, size = getattr(self._engine, "sums_in", torch.float32), self._layout.size
         running = RunningSum(size, self._device, precision)
         try:
             seen = [self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches]
             return running, seen
-        except RowsNotApart:
-            raise
         except Exception as error:  # whatever a user's model raises: one row must not decide when training stops
             if not self.shielded or lost_for_good(error):
                 raise
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         running, seen = RunningSum(size, self._device, precision), []
-        none = torch.full((1, self._layout.groups), inf, dtype=torch.float64, device=self._device)
-        for row in sample.split(1) if len(sample) else ():
-            alone = torch.zeros(size, dtype=precision, device=self._device)
-            try:
-                fetched = self._fetch(index, row)
-                norms = [self._engine(batch, parameters, clip, alone, transform) for batch in fetched]
-            except RowsNotApart:
+        for rows in self._parts(sample):
+            for batch in self._fetched(index, rows):
+                scratch = torch.zeros(size, dtype=precision, device=self._device)
+
+                def attempt(some: Batch, clip: Clip = clip, into: Tensor = scratch) -> Tensor:
+                    return self._engine(some, parameters, clip, into, transform)
+
+                with self.tried_out():
+                    failing = _failing(batch, attempt)
+                left = self._without(batch, failing, clip, attempt, running) if len(batch[0]) else None
+                seen += [] if left is None else [left]
+        none = torch.zeros((0, self._layout.groups), dtype=torch.float64, device=self._device)
+        return running, seen or [none]
+
+    def _fetched(self, index: int, rows: Tensor) -> list[Batch]:
+        """Those that can be read."""
+        try:
+            return self._fetch(index, rows)
+        except Exception as error:  # whatever a user's dataset raises
+            if lost_for_good(error):
                 raise
-            except Exception as error:  # this row alone fails: it contributes nothing
-                if lost_for_good(error):
-                    raise
-                alone, norms = torch.zeros_like(alone), [none]
-            running.place(1).add_(alone)
-            seen += norms
-        return running, seen or [none[:0]]
+        return [] if len(rows) < 2 else [batch for row in rows.split(1) for batch in self._fetched(index, row)]
+
+    def _without(
+        self, batch: Batch, failing: list[int], clip: Clip, attempt: Callable[..., Tensor], running: RunningSum
+    ) -> Tensor:
+        """The sum over a batch in which a row that can be computed stands in for those that cannot, at weight zero: the
+        batch stays as large as it is without an error. Norms are infinite for those that fail."""
+        count = len(batch[0])
+        kept = torch.ones(count, dtype=torch.bool, device=self._device)
+        kept[failing] = False
+        norms = torch.full((count, self._layout.groups), inf, dtype=torch.float64, device=self._device)
+        if len(failing) == count:
+            return norms
+        whole = batch
+        if failing:
+            stand_in = int(kept.int().argmax())
+            whole = [part.clone() for part in batch]
+            for part in whole:
+                part[failing] = part[stand_in].clone()
+        try:
+            found = attempt(whole, Without(clip, kept) if failing else clip, running.place(count))
+            return torch.where(kept[:, None], found, norms)
+        except Exception as error:  # too large as a whole, say
+            if lost_for_good(error):
+                raise
+        for place in kept.nonzero().flatten().tolist():
+            alone = [part[place : place + 1] for part in batch]
+            norms[place] = attempt(alone, clip, running.place(1))[0]
+        return norms
 
     def _in_step(
         self,

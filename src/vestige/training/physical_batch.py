@@ -148,7 +148,7 @@ def part_of_a_run(
         layout,
         blank,
         most=plausible_sample(population, max(rates)),
-        transform=_transform(model, layout, method, population, rate),
+        transform=transform_of(model, layout, method, population, rate),
         reserve=int(4 * layout.size * vectors),
     )
 
@@ -171,7 +171,7 @@ class _Listener:
         return bound * self.population
 
 
-def _transform(model: nn.Module, layout: Layout, method: Method, population: int, rate: float) -> Transform | None:
+def transform_of(model: nn.Module, layout: Layout, method: Method, population: int, rate: float) -> Transform | None:
     """A step's transform of each example's gradient, if it has one: that takes the most memory."""
     point: Parameters = {name: p.detach() for name, p in layout.parameters(model).items()}
     device = next(iter(point.values())).device

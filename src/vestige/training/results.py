@@ -148,6 +148,12 @@ class OneRun:
         return lines
 
 
+ALIKE = (
+    "every operator is followed; rows of one shape are computed together, and how many they are, or how many such "
+    "groups there are, decides nothing in the model"
+)
+
+
 def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one: bool = False) -> list[Stated]:
     """What `vestige.train` checks by its construction, and what it assumes, of the assumptions of every guarantee."""
     found = [
@@ -159,6 +165,8 @@ def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one:
         Stated("divisor", "checked", "sums are divided by the sampling rate times the number of rows"),
         Stated("processes", "not needed", "one process"),
     ]
+    if read_one_by_one:
+        found[2] = Stated("rows_apart", "assumed", ALIKE)
     if facts.users is not None:
         found[0] = Stated("unit", "assumed", facts.users.assumption)
         found[1] = Stated("adjacency", "checked", "blank rows keep their places; who owns which row is public")

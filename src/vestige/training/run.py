@@ -22,18 +22,21 @@ from torch.utils.data import DataLoader
 from vestige import accounting, assumptions
 from vestige.accounting.odometers_and_filters import FilteredBudget, Reserving
 from vestige.budget.spending import Budget, Provenance, attach, continued
-from vestige.checks import check_number, check_steps, renamed
+from vestige.checks import RowsNotApart, check_number, check_steps, renamed
 from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
+from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.least_squares_moments import SecondMoments, check_labels, layout_of
+from vestige.engines.module_snapshot import left_as_found
+from vestige.engines.reference import Reference
 from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.sharded import Sharded
 from vestige.layerwise_scaling import Constants
 from vestige.layout import Layout
 from vestige.mechanism.bad_rows import Admissible, ignores_padding, made_up_pass
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
+from vestige.mechanism.clipping import LARGEST_SUM, Flat, GradientEngine, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.dataframes import columns_of, is_frame
@@ -75,7 +78,7 @@ from vestige.training import loggers, persistence
 from vestige.training.assumption_doubts import doubts, tell
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.nonprivate_transcript import Transcript
-from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run
+from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run, transform_of
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
 from vestige.training.private_statistics import PrivateStatistics
 from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
@@ -585,6 +588,8 @@ class Training(HoldsKey):
             require_summable(self.plan.sample_rate * self._population, rounded, self.group)
         self._admissible = self._admissible_labels(examples, loss)
         self._shielded = False
+        self._read = 0
+        """How many places were written down where values of examples are looked at."""
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
@@ -652,7 +657,26 @@ class Training(HoldsKey):
         if sharded or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
             return None
         row = made_up(examples.blank(), 1, examples.device)
-        return made_up_pass(self.model, loss, examples.form, row)
+        admissible = made_up_pass(self.model, loss, examples.form, row)
+        return admissible if admissible is not None and self._goes_through(examples, loss) else None
+
+    def _goes_through(self, examples: Examples, loss: Loss) -> bool:
+        """Whether two made-up rows go through the engine, forward and back. A fault of the program shows here, before a
+        row is read: it is refused (`RowsNotApart`), or its rows are not shielded."""
+        engine: GradientEngine = InBfloat16(self._engine) if self.settings.bfloat16 else self._engine
+        point = {name: p.detach() for name, p in self.layout.parameters(self.model).items()}
+        into = torch.zeros(self.layout.size, device=examples.device)
+        try:
+            with left_as_found(self.model, parameters=False):
+                transform = transform_of(
+                    self.model, self.layout, self.method, examples.population, self.plan.sample_rate
+                )
+                engine(made_up(examples.blank(), 2, examples.device), point, Flat(1.0), into, transform)
+        except RowsNotApart:
+            raise
+        except Exception:  # whatever a user's model raises on made-up rows
+            return False
+        return True
 
     def shield(self) -> None:
         """Together: leave out rows that cannot be read or computed, if a made-up row went through in all processes:
@@ -663,6 +687,8 @@ class Training(HoldsKey):
             if each is not None:
                 each.shield(self._admissible)
         self._shielded = self.curator.shielded = True
+        self.curator.tried_out = partial(left_as_found, self.model, parameters=False)
+        self._engine.settle()
 
     def _judged(self, examples: Examples) -> Examples | None:
         """The examples of a private evaluation."""
@@ -692,6 +718,7 @@ class Training(HoldsKey):
         key = self._shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, right = Charges(self.ledger.ask), right_answers(model, form)
         engine: Any = SecondMoments(model) if self.method.probe.solves else make(model, loss, self.layout)
+        self._engine: BookKeeping | Reference = engine.engine if isinstance(engine, Captured) else engine
         prepare(next(model.parameters()).device)
         unequal = False
         if isinstance(engine, Captured):
@@ -795,11 +822,21 @@ class Training(HoldsKey):
             assumptions.record(self.ledger, "bad_rows", "checked", "such rows contribute nothing, and nobody is told")
         for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
             assumptions.record(self.ledger, each.name, each.status, each.detail)
+        self._record_reads()
         if self.plan.epsilon is not None:
             limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
             budget = limit(self.plan.epsilon - self._chosen, self.plan.delta, self.planned)
             last = self._last_question
             self.ledger.budget = budget if last is None else Reserving(budget, last)
+
+    def _record_reads(self) -> None:
+        """Write down where values of examples that run one at a time are looked at."""
+        reads = getattr(self._engine, "reads", None)
+        if reads and self._read != len(reads):
+            self._read = len(reads)
+            kept = f"what is read of an example ({', '.join(sorted(reads))}) is kept for no other one"
+            for name in ("rows_apart", "loss_per_example"):
+                assumptions.record(self.ledger, name, "assumed", kept)
 
     def _reserve(self, run: str | None) -> dict[str, object] | None:
         """In the book of the dataset, if there is one: process 0 does. A plan that follows from answers is charged
@@ -1043,6 +1080,7 @@ class Training(HoldsKey):
                 stack.callback(each.close)
             for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
                 self._last = record
+                self._record_reads()
                 require_same_group(self.group)
                 self._check_together(record.step)
                 if self.transcript is not None:

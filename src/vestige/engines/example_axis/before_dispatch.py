@@ -27,6 +27,7 @@ from vestige.engines.example_axis.labels import (
     Rows,
     Tracker,
     has_own_memory,
+    in_transform,
     unseen,
     unseen_by_functions,
     users_line,
@@ -51,7 +52,8 @@ FACTS = (
     "is_signed is_inference is_conj is_neg is_pinned is_shared is_coalesced is_same_size is_set_to get_device type "
     "has_names register_hook register_post_accumulate_grad_hook __len__ __hash__ dim_order sparse_dim dense_dim "
     "result_type can_cast is_distributed _is_view _is_zerotensor qscheme cudnn_is_acceptable _use_cudnn_ctc_loss "
-    "_use_cudnn_rnn_flatten_weight storage_type module_load retain_grad requires_grad_ is_storage is_tensor"
+    "_use_cudnn_rnn_flatten_weight storage_type module_load retain_grad requires_grad_ is_storage is_tensor "
+    "__set__ __delete__"
 )
 """Functions that look at no value."""
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -177,10 +179,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 for _name in ("neg", "abs", "round"):
     for _kind, _number in ((float, ReadNumber), (int, ReadCount)):
         setattr(_number, f"__{_name}__", _arithmetic(_kind, f"__{_name}__"))
-
-
-in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is one of vmap's or grad's, which has no memory of its own."""
 
 
 def _rows(mode: TrackedFunctions, *tensors: Any) -> Rows | None:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -233,6 +234,8 @@ def has_own_memory(kind: type[Tensor]) -> bool:
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
+in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of vmap's or grad's, which has no memory of its own."""
 UNFOLLOWED = "is made of examples and cannot be followed: use an ordinary tensor"
 
 
@@ -262,6 +265,8 @@ class Labels:
         return found
 
     def _found(self, tensor: Tensor) -> Label | None:
+        if in_transform(tensor):
+            raise NotApart(mixed("a transform of torch.func", "is not followed", unknown=True))
         if not has_own_memory(type(tensor)):
             return self._of_parts(tensor)
         memory = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
@@ -423,8 +428,12 @@ class Tracker(TorchDispatchMode):
         """The number of examples, and the number of their batch: public tensors of as many rows are promoted to rows,
         which is sound of any public value, so that parameters meet them row by row."""
         self.promoted = 0
+        self.unknown: Mixed | None = None
+        """The last operator without a rule that was given examples."""
         self.taken: set[int] | None = None
         """Storages of examples that operators were given, where somebody wants to know."""
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -479,7 +488,7 @@ class Tracker(TorchDispatchMode):
                 self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
             elif self.expected is not None and func in FACTORIES:
                 self.promote(found)
-            elif self.labels.identity and func._schema.is_mutable:
+            elif self.labels.identity and isinstance(func, OpOverload) and func._schema.is_mutable:
                 self.labels.no_identity(written_by(func, args, kwargs))
             return found
         if self.taken is not None:
@@ -589,7 +598,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operator writes to, by its schema."""
     places = _WRITES.get(func)
     if places is None:
-        arguments = func._schema.arguments
+        arguments = func._schema.arguments if isinstance(func, OpOverload) else ()
         places = _WRITES[func] = tuple(
             (-1 if each.kwarg_only else place, each.name)
             for place, each in enumerate(arguments)

@@ -98,7 +98,7 @@ def unlabelled(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, l
 
 def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     found = func(*args, **kwargs)
-    label = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
+    label = tracker.unknown = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
     return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
 
 
@@ -832,7 +832,10 @@ _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_u
 
 
 def find_rule(func: OpOverload) -> Rule:
-    """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag."""
+    """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag. Those that
+    take functions (`torch.cond`) have none."""
+    if not isinstance(func, OpOverload):
+        return UNKNOWN
     if func.namespace not in ("aten", "prims", "prim", "vestige"):
         return SIZED if torch.Tag.dynamic_output_shape in func.tags else UNKNOWN
     name = func.overloadpacket.__name__

@@ -8,6 +8,7 @@ that count.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,14 @@ def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
 def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) -> Tensor:
     """The loss of every batch of one example."""
     leaves, shape = tree_flatten(outputs)
+    if len(leaves) == 1 and leaves[0] is outputs and hasattr(outputs, "__dict__") and not isinstance(outputs, Tensor):
+
+        def opened(fields: dict[str, Any], *targets: Tensor) -> Tensor:
+            made = copy.copy(outputs)
+            vars(made).update(fields)
+            return loss(made, *targets)
+
+        return _taken_apart(opened, dict(vars(outputs)), targets)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise ValueError(
             f"the model returns a {type(outputs).__name__}, which cannot be taken apart into examples: return tensors, "
