@@ -101,6 +101,11 @@ class Examples:
     def read_one_by_one(self) -> bool:
         return self._rows is not None
 
+    @property
+    def collates(self) -> bool:
+        """Whether a `collate_fn` of the user's makes tensors of an example."""
+        return self._loading.collate_fn is not None
+
     def blank(self) -> Batch:
         """Tensors without rows, which carry only the shapes and dtypes of the examples."""
         return self.fetch(torch.zeros(0, dtype=torch.long))[0]

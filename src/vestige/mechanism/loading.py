@@ -180,6 +180,25 @@ def _kind(value: object) -> str:
 # --- many of them -----------------------------------------------------------------------------------------------------
 
 
+class RowByRow(Dataset[Any]):
+    """A dataset whose rows are read one by one, also where it reads several together (`__getitems__`): it could pad or
+    transform them by each other."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.dataset[row]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
 VOTES = 3
 """Rows by which the shapes of examples are known: one of them cannot decide alone."""
 
@@ -268,8 +287,8 @@ class Rows(Dataset[Any]):
         return values
 
     def _read(self, rows: Sequence[int]) -> Sequence[object]:
-        several = getattr(self.dataset, "__getitems__", None)
-        return several(list(rows)) if several else [self.dataset[row] for row in rows]
+        """One by one: a dataset that reads several together may pad or transform them by each other."""
+        return [self.dataset[row] for row in rows]
 
     def _collated(self, row: object) -> Any:
         return row if self.collate is None else self.collate([row])

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from vestige.engines.audit_canaries import Canaries
+from vestige.mechanism.loading import RowByRow
 from vestige.mechanism.users.loaders_of_users import LoaderOfUsers
 from vestige.mechanism.users.ownership import RowsOfEach
 from vestige.privacy_engine.microbatch_queue import Microbatch, MicrobatchQueue
@@ -123,7 +124,15 @@ class Labelling:
 class PrivateLoader(DataLoader[Any]):
     """A loader over private samples that tells when it hands one out: workers fetch others meanwhile."""
 
+    collates: Callable[[Any], Any]
+    """As it was made private."""
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.collate_fn is not self.collates:
+            raise ValueError(
+                "collate_fn of the private loader was replaced, and what it makes of several rows would not be "
+                "followed: give it to the DataLoader that make_private takes"
+            )
         batches: Any = self.batch_sampler
         with batches.parts.handed_out() as hand_out:
             for batch in super().__iter__():
@@ -153,8 +162,8 @@ def private_loader(
     steps, population = draws_per_epoch(sampling.rate), len(dataset) if owned is None else owned.population
     users = None if owned is None else owned.rows_of_each(randomness)
     batches = PrivateBatches(population, sampling, randomness, steps, physical_batch, parts, canaries, group, users)
-    made: DataLoader[Any] = PrivateLoader(
-        dataset,
+    private = PrivateLoader(
+        RowByRow(dataset) if hasattr(dataset, "__getitems__") else dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn if loader.num_workers else Labelling(loader.collate_fn, parts),
@@ -165,6 +174,8 @@ def private_loader(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+    private.collates = private.collate_fn
+    made: DataLoader[Any] = private
     if hasattr(loader, "base_dataloader") or (group.several and _accelerated()):
         made = _prepared(made)
     if group.several:  # each process has its own rows of a draw: nobody deals out draws

@@ -50,7 +50,8 @@ class Tracking:
 
     def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
         """A batch of examples, made by a `collate_fn` of the user's: each tensor that it is given is one example's, and
-        what it makes of them is followed. What it makes in other ways (lists, NumPy) is noted in `unproved`."""
+        what it makes of them is followed. What it makes in other ways (lists, NumPy), or reads, is noted in
+        `unproved`."""
         if not isinstance(examples, list):
             return collate(examples)
         self.batches += 1
@@ -67,6 +68,7 @@ class Tracking:
         try:
             batch = collate(taken)
         finally:
+            self.unproved = self.unproved or len(self.reads) > seen
             del self.reads[seen:]
             if off:
                 self._off()

@@ -154,7 +154,9 @@ ALIKE = (
 )
 
 
-def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one: bool = False) -> list[Stated]:
+def known_of_a_run(
+    facts: accounting.Facts, processes: int = 1, read_one_by_one: bool = False, collates: bool = False
+) -> list[Stated]:
     """What `vestige.train` checks by its construction, and what it assumes, of the assumptions of every guarantee."""
     found = [
         Stated("unit", "assumed", "a row is a unit of its own"),
@@ -167,6 +169,8 @@ def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one:
     ]
     if read_one_by_one:
         found[2] = Stated("rows_apart", "assumed", ALIKE)
+    if collates:
+        found[4] = Stated("padding", "assumed", "a collate_fn of your own keeps nothing of one example for the next")
     if facts.users is not None:
         found[0] = Stated("unit", "assumed", facts.users.assumption)
         found[1] = Stated("adjacency", "checked", "blank rows keep their places; who owns which row is public")

@@ -820,7 +820,8 @@ class Training(HoldsKey):
         self._first_step = self.state.step
         if self._shielded:
             assumptions.record(self.ledger, "bad_rows", "checked", "such rows contribute nothing, and nobody is told")
-        for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
+        examples = self._examples
+        for each in known_of_a_run(self.facts, self.group.size, examples.read_one_by_one, examples.collates):
             assumptions.record(self.ledger, each.name, each.status, each.detail)
         self._record_reads()
         if self.plan.epsilon is not None:
