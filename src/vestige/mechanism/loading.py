@@ -199,6 +199,21 @@ class RowByRow(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
+def reads_together(dataset: Any) -> bool:
+    """Whether torch's loaders read several rows of a dataset together."""
+    return bool(getattr(dataset, "__getitems__", None))
+
+
+def reads_lists(dataset: Any) -> bool:
+    """Whether what it reads together are rows, which can as well be read one by one, rather than a batch."""
+    if not reads_together(dataset) or not len(dataset):
+        return False
+    try:
+        return isinstance(dataset.__getitems__([0]), list)
+    except Exception:  # whatever a user's dataset raises for its first row
+        return True
+
+
 VOTES = 3
 """Rows by which the shapes of examples are known: one of them cannot decide alone."""
 

@@ -30,7 +30,7 @@ from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.per_example.taps import floating
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
-from vestige.mechanism.loading import check_loader, rate_of
+from vestige.mechanism.loading import check_loader, rate_of, reads_lists, reads_together
 from vestige.mechanism.losses.criteria import batch_mean
 from vestige.mechanism.users.loaders_of_users import LoaderOfUsers, of_users
 from vestige.mechanism.users.ownership import ChosenBound, Ownership
@@ -150,7 +150,8 @@ class PrivacyEngine(HoldsKey):
         self._cuda_graphs = cuda_graphs
         self._shown: tuple[object, ...] | None = None
         """What the passes had shown of the assumptions when that was last written down."""
-        self._collates = False
+        self._collates = ""
+        """What makes batches of examples, where that is not torch's collation."""
         self._population = 0
         """All rows that samples are drawn from: the examples, and canaries if there are any."""
         if audit is not None:
@@ -293,7 +294,9 @@ class PrivacyEngine(HoldsKey):
         self._population = self._rows(owned)
         people = owned.population
         rate = drawn.rate
-        self._collates = data_loader.collate_fn not in (None, default_collate)
+        together = reads_together(data_loader.dataset) and not reads_lists(data_loader.dataset)
+        own = data_loader.collate_fn not in (None, default_collate)
+        self._collates = "a collate_fn of your own" if own else "the dataset's __getitems__" if together else ""
         size, expected = Layout.of(whole).size, max(1, round(rate * people))
         read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
         self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, users=owned.users)
@@ -323,7 +326,8 @@ class PrivacyEngine(HoldsKey):
         passes = Passes(
             whole, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop, counts
         )
-        passes.tracking.unproved = self._collates and data_loader.num_workers > 0  # which run it where nobody follows
+        # What workers run, or the dataset, is not followed.
+        passes.tracking.unproved = together or (own and data_loader.num_workers > 0)
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
         self._steps = PrivateSteps(
@@ -470,6 +474,7 @@ class PrivacyEngine(HoldsKey):
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
         check_delta(delta, self._population or None)
+        self._record_writes()
         return accounting.guarantee(self._ledger.spent, delta, self._facts, self._ledger.assumptions)
 
     def _record_assumptions(self, read_one_by_one: bool, seen: list[Doubt]) -> None:
@@ -481,9 +486,7 @@ class PrivacyEngine(HoldsKey):
             if each.name not in ("loss_per_example", "padding", "divisor"):
                 assumptions.record(self._ledger, each.name, each.status, each.detail)
         if self._collates:
-            assumptions.record(
-                self._ledger, "padding", "assumed", "a collate_fn of your own may pad rows to each other"
-            )
+            assumptions.record(self._ledger, "padding", "assumed", f"{self._collates} may pad rows to each other")
         else:
             assumptions.record(
                 self._ledger, "padding", "not needed", "torch's collation: rows of a batch have one shape"
@@ -493,7 +496,7 @@ class PrivacyEngine(HoldsKey):
         """Write down what the passes of a step have shown, before it is charged."""
         passes, ledger = self._private_steps().passes, self._ledger
         reads = passes.tracking.reads
-        shown = passes.assumed, passes.tracking.unproved, passes.lengths.vary, len(reads)
+        shown = passes.assumed, passes.tracking.unproved, passes.lengths.vary, passes.written, len(reads)
         if shown == self._shown:
             return
         seen = "every operator from the loader to the backward pass was followed"
@@ -504,11 +507,14 @@ class PrivacyEngine(HoldsKey):
         assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
         assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]
         if self._collates and passes.tracking.unproved:
-            made = "a collate_fn of your own makes each row of its own example alone"
+            made = f"{self._collates} makes each row of its own example alone"
             if self._facts.users is not None and self._facts.users.sample == "users":
                 made += ", and keeps the order of rows: those of a user are side by side"
             for name in ("one_example_per_row", "loss_per_example", "divisor"):
                 assumptions.record(ledger, name, "assumed", made)
+        if passes.written:
+            wrote = "what the loop writes to weights and buffers beside its steps follows from nothing of the examples"
+            assumptions.record(ledger, "nothing_else", "assumed", wrote)
         if passes.lengths.vary:
             assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
         if reads:
@@ -519,6 +525,12 @@ class PrivacyEngine(HoldsKey):
             for name in ("loss_per_example", "divisor", "padding"):
                 assumptions.record(ledger, name, "assumed", decides)
         self._shown = shown
+
+    def _record_writes(self) -> None:
+        """Write down whether the model was written to since its last step, before something is said of it."""
+        if self._steps is not None and self._ledger.spent:
+            self._steps.passes.note_writes()
+            self._record_passes()
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""
@@ -597,6 +609,7 @@ class PrivacyEngine(HoldsKey):
     def finish(self, files: Mapping[str, str]) -> None:
         """Close the books of a run that left these files: the hash of each, by its name beside the ledger."""
         self._private_steps()
+        self._record_writes()
         self._ledger.finish(files)
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,9 +11,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-ONE_BY_ONE = (
-    "`vestige.train` runs such a model one example at a time; a rule for your own layer: docs/adding-a-layer.md"
-)
 DIVISORS = ("num_items_in_batch",)
 """What callers divide a model's own loss by: everyone's tokens."""
 

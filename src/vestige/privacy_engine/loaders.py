@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from vestige.engines.audit_canaries import Canaries
-from vestige.mechanism.loading import RowByRow
+from vestige.mechanism.loading import RowByRow, reads_lists
 from vestige.mechanism.users.loaders_of_users import LoaderOfUsers
 from vestige.mechanism.users.ownership import RowsOfEach
 from vestige.privacy_engine.microbatch_queue import Microbatch, MicrobatchQueue
@@ -163,7 +163,7 @@ def private_loader(
     users = None if owned is None else owned.rows_of_each(randomness)
     batches = PrivateBatches(population, sampling, randomness, steps, physical_batch, parts, canaries, group, users)
     private = PrivateLoader(
-        RowByRow(dataset) if hasattr(dataset, "__getitems__") else dataset,
+        RowByRow(dataset) if reads_lists(dataset) else dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn if loader.num_workers else Labelling(loader.collate_fn, parts),

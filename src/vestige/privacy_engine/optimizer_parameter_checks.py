@@ -8,11 +8,14 @@ what is frozen must be as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
+from vestige.engines.example_axis.labels import Labels
 from vestige.layout import modules_of
 
 FOREIGN = (
@@ -69,6 +72,33 @@ def require_noised(
                     "require gradients when make_private is called (get_peft_model comes before), and freeze it "
                     "afterwards"
                 )
+
+
+def require_public(labels: Labels, module: nn.Module, optimizer: Optimizer) -> None:
+    """Before and after a step: nothing of an example may be in a parameter, a buffer, or what the optimizer holds: no
+    noise would cover it."""
+    holders: list[Any] = [each for inner in modules_of(module) for each in (inner._parameters, inner._buffers)]
+    holders += [*optimizer.state.values(), *optimizer.param_groups, vars(optimizer)]
+    if not any(labels.holds(each) for holder in holders for each in holder.values()):
+        return
+    named: list[tuple[str, str, object]] = [("parameter", *each) for each in module.named_parameters()]
+    named += [("buffer", *each) for each in module.named_buffers()]
+    named += [("the optimizer's", *each) for group in optimizer.param_groups for each in group.items()]
+    named += [("the optimizer's", *each) for each in vars(optimizer).items()]
+    named += [("the optimizer's", *each) for state in optimizer.state.values() for each in state.items()]
+    kind, name = next((kind, name) for kind, name, value in named if labels.holds(value))
+    raise ValueError(
+        f"{kind} {name!r} holds something of the examples, which no noise covers: compute it from releases (weights, "
+        "epsilon), from the number of the step, or from public data"
+    )
+
+
+def follows(optimizer: Optimizer) -> bool:
+    """Whether code of the user's runs as an optimizer steps: hooks, or an optimizer that is not torch's or ours."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # type: ignore[attr-defined]
+    everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    own = not type(optimizer).__module__.startswith(("torch.optim.", "vestige."))
+    return own or any(map(bool, (*hooks, *everywhere)))
 
 
 def _divided(parameter: Tensor) -> bool:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
+from vestige.engines.example_axis.labels import unseen
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
@@ -23,7 +24,7 @@ from vestige.optim.gradient_query_points import At, ask
 from vestige.optim.learner import Learner, scales_of
 from vestige.optim.optimizers.foreach_step import Moves, balanced
 from vestige.priced_questions import SampledGaussian
-from vestige.privacy_engine.optimizer_parameter_checks import FOREIGN, FirstMove
+from vestige.privacy_engine.optimizer_parameter_checks import FOREIGN, FirstMove, follows, require_public
 from vestige.privacy_engine.passes import Passes, PrivateCall
 from vestige.processes.distributed_setup import require_same_group, require_same_model
 from vestige.processes.parameter_shards import ShardedSum
@@ -211,6 +212,7 @@ class PrivateSteps(HoldsKey):
             self.passes.sharded.require_same()  # nothing was replaced, or is gathered that would outlast the step
         parameters, value = self.held.parameters(), None
         self._check(parameters)
+        self._require_public()
         if closure is not None:
             self.passes.parts.go_on()
             if self.method.probe.at_parameters:
@@ -238,15 +240,26 @@ class PrivateSteps(HoldsKey):
             return
         learner, point = self.learner(), self.held.point(parameters)
         scales = self.passes.layout.constants
-        release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
+        with unseen():  # a loop that was left may still follow, and a release is nobody's
+            release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         number = self.step_number
-        learner.step(release, point, 1.0, number)
+        if self.passes.sharded is None and follows(self.optimizer):
+            with self.passes.tracking.followed():
+                learner.step(release, point, 1.0, number)
+            self._require_public()
+        else:
+            learner.step(release, point, 1.0, number)
+        self.passes.step_ended()
         if self.passes.sharded is not None:
             self.passes.sharded.stepped()
         elif number & (number + 1) == 0 or number % CHECKED_EVERY == 0:
             # Together, now and then: replicas that have come apart would each train a model of its own.
             require_same_model(self._sums.group, parameters.values(), number)
         self.step_number += 1
+
+    def _require_public(self) -> None:
+        if self.passes.sharded is None:
+            require_public(self.passes.tracking.labels, self.held.module, self.optimizer)
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         own = set(map(id, parameters.values()))

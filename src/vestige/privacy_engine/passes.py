@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
+from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, ReadNumber
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, unseen, without_modes
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
@@ -36,7 +36,7 @@ from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.captured_passes import CapturedPasses, Replay
-from vestige.privacy_engine.forward_call_arguments import DIVISORS, ONE_BY_ONE, Call
+from vestige.privacy_engine.forward_call_arguments import DIVISORS, Call
 from vestige.privacy_engine.microbatch_queue import (
     Microbatch,
     MicrobatchQueue,
@@ -166,6 +166,10 @@ class Passes:
         self.lengths = Lengths()
         self.assumed = False
         """Whether a loss was met of which something must be assumed."""
+        self.written = False
+        """Whether something else than steps and passes has written to the model."""
+        self._after_step: int | None = None
+        """How often the model had been written to when the last step was over."""
         self._pending: list[Pending] = []
         self._recomputing: list[ExitStack] = []
         self.busy = self.said_compiled = False
@@ -225,6 +229,19 @@ class Passes:
         if self.sharded is not None:
             self.sharded.redirect()
 
+    def step_ended(self) -> None:
+        """What is written to the model until its next pass is the loop's own doing."""
+        self._after_step = self._writes()
+
+    def note_writes(self) -> None:
+        if self._after_step is not None:
+            self.written = self.written or self._writes() != self._after_step
+            self._after_step = None
+
+    def _writes(self) -> int:
+        holders = (each for inner in modules_of(self.module) for each in (inner._parameters, inner._buffers))
+        return hash(tuple((id(t), t._version) for held in holders for t in held.values() if t is not None))
+
     # --- what has come back -------------------------------------------------------------------------------------------
 
     def discard(self) -> None:
@@ -275,7 +292,8 @@ class Passes:
             self.sharded.in_rounds(draw, last, shares, total)
             return
         for share in shares:
-            share()
+            with unseen():  # what is clipped is bounded
+                share()
         if not last and isinstance(total, RunningSum):
             total.settle()  # more passes come before its noise
 
@@ -353,6 +371,7 @@ class Passes:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with parameters watched and every operator followed."""
         modules = modules_of(self.module)
+        self.note_writes()
         self._require_usable(modules)
         call = Call.of(args, {name: value for name, value in kwargs.items() if name not in DIVISORS})
         label = self._label(call)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,9 @@ class Tracking:
     """The labels of a loop's batches, and the modes that carry them; on from a batch until its step, or until the
     `owner` is gone: a loop may end in an error."""
 
+    labels: ClassVar[Labels] = Labels()
+    """Of all loops: a batch of one is other rows to another."""
+    _numbers: ClassVar[Iterator[int]] = count(1)
     _several: ClassVar[dict[int, bool]] = {}
     """Of each thread in which modes are on: whether autograd had threads of its own before."""
     _over: ClassVar[list[Tracking]] = []
@@ -35,12 +39,12 @@ class Tracking:
 
     def __init__(self, owner: object, tokens: int | None = None) -> None:
         weakref.finalize(owner, self._owner_lost).atexit = False
-        self.labels = Labels()
         self.label: Callable[[Tensor], Rows | Mixed | None] = self.labels.get
         self.tracker = Tracker(self.labels, strict=False)
         self.reads: list[Read] = self.tracker.reads
         self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
         self.batches = 0
+        """The number of the last batch, among those of all loops."""
         self.unproved = False
         """Whether a collate_fn has made batches in ways that are not followed."""
         self.handed_out = False
@@ -54,12 +58,12 @@ class Tracking:
         `unproved`."""
         if not isinstance(examples, list):
             return collate(examples)
-        self.batches += 1
-        count, number, seen = len(examples), self.batches, len(self.reads)
+        self.batches = next(self._numbers)
+        rows, number, seen = len(examples), self.batches, len(self.reads)
 
         def own(place: int, value: Any) -> Any:
             copy = value.clone()
-            self.labels.set(copy, Rows(-1, 1, count, number, place))
+            self.labels.set(copy, Rows(-1, 1, rows, number, place))
             return copy
 
         taken = [tree_map_only(Tensor, partial(own, place), each) for place, each in enumerate(examples)]
@@ -84,7 +88,8 @@ class Tracking:
         self.handed_out = True
         leaves = [leaf for leaf in tree_leaves(_open(batch)) if isinstance(leaf, Tensor)]
         known = [label.batch for label in map(self.labels.get, leaves) if isinstance(label, Rows)]
-        self.batches += not known
+        if not known:
+            self.batches = next(self._numbers)
         for leaf in leaves:
             label = self.labels.get(leaf)
             if isinstance(label, Rows) or (isinstance(label, Mixed) and not label.unknown):
@@ -98,7 +103,7 @@ class Tracking:
 
     def label_arguments(self, leaves: list[Any], rows: int) -> None:
         """Label the arguments of a model's call that came from no labelled batch."""
-        self.batches += 1
+        self.batches = next(self._numbers)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows and self.labels.get(leaf) is None:
                 self.tracker.label_rows(leaf, rows, self.batches)
@@ -109,8 +114,18 @@ class Tracking:
             self._on = threading.get_ident()
             self._functions.__enter__()
             self.tracker.__enter__()
+            self.labels.trackers.append(self.tracker)
             self._several.setdefault(self._on, torch.autograd.is_multithreading_enabled())
             torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside, what code of the user's does is followed, as between a batch and its step."""
+        self.start()
+        try:
+            yield
+        finally:
+            self._off()
 
     def stop(self) -> None:
         """A step begins, or the loader is left."""
@@ -131,6 +146,7 @@ class Tracking:
             return False
         _leave(TorchDispatchMode, dispatched, self.tracker)
         _leave(TorchFunctionMode, called, self._functions)
+        self.labels.trackers.remove(self.tracker)
         self._on = None
         if not any(isinstance(mode, Tracker) for mode in _get_current_dispatch_mode_stack()):
             torch._C._set_multithreading_enabled(self._several.pop(here))  # type: ignore[attr-defined]
@@ -162,10 +178,11 @@ class Tracking:
                 entered.enter_context(functions)
             tracker.strict, tracker.expected, tracker.promoted = True, (rows, batch) if promoting else None, 0
             tracker.scalars.clear()
-            functions.inside = True
+            functions.inside, turn, self.labels.turn = True, self.labels.turn, tracker
             try:
                 yield tracker
             finally:
+                self.labels.turn = turn
                 functions.inside, tracker.strict, tracker.expected = False, False, None
 
 

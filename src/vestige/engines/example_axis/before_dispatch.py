@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
 from vestige.engines.example_axis.labels import (
+    NotApart,
     Read,
     Rows,
     Tracker,
@@ -39,6 +40,9 @@ NUMBERS = (
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.gaussian_nll_loss, F.hinge_embedding_loss),
     *(F.multilabel_soft_margin_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.cosine_embedding_loss),
     *(F.multi_margin_loss, F.multilabel_margin_loss, F.triplet_margin_with_distance_loss, F.ctc_loss),
+)
+ONE_BY_ONE = (
+    "`vestige.train` runs such a model one example at a time; a rule for your own layer: docs/adding-a-layer.md"
 )
 LEGACY = ("size_average", "reduce")
 READS = (
@@ -99,17 +103,18 @@ class TrackedFunctions(TorchFunctionMode):
         given = args[:1] if name in LIKE_THE_SECOND else args[1:] if name in LIKE_THE_FIRST else args
         if (getattr(function, "__module__", None) or "").startswith("vestige."):
             return function(*args, **kwargs)
-        labelled = tracker.labels.among([_untransformed(each) for each in _tensors([given, kwargs])], {})
+        labels = tracker.labels
+        labelled = labels.among([_untransformed(each) for each in _tensors([given, kwargs])], {})
         if not labelled:
             return function(*args, **kwargs)
-        outer, tracker.taken = tracker.taken, set()
+        outer, labels.taken = labels.taken, set()
         try:
             found = function(*args, **kwargs)
             with unseen_by_functions():
-                taken = tracker.taken | {memory_of(each) for each in _tensors(found)}
+                taken = labels.taken | {memory_of(each) for each in _tensors(found)}
                 seen = all(memory_of(tensor) in taken for tensor, _ in labelled)
         finally:
-            tracker.taken = None if outer is None else outer | tracker.taken
+            labels.taken = None if outer is None else outer | labels.taken
         if not seen:
             tracker.note_read(Read(name.strip("_"), users_line()))
         return found
@@ -289,8 +294,13 @@ def _engine(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, 
         outputs, ends = ([_edge(each) for each in some or ()] for some in (tensors, inputs))
         ones = (own is None and isinstance(each, Tensor) for each, own in zip(tensors, given, strict=True))
         given = [torch.ones_like(each) if one else own for each, own, one in zip(tensors, given, ones, strict=True)]
-    with mode:
-        return function(outputs, inputs=None if inputs is None else ends, **{key: given}, **named)
+    try:
+        with mode:
+            return function(outputs, inputs=None if inputs is None else ends, **{key: given}, **named)
+    except NotApart as problem:
+        if mode.inside:
+            raise
+        raise ValueError(f"this backward pass cannot be made private: {problem}. {ONE_BY_ONE}") from None
 
 
 GRADIENTS = {torch.autograd.backward: "grad_tensors", torch.autograd.grad: "grad_outputs"}

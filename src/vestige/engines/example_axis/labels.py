@@ -246,6 +246,12 @@ class Labels:
         self._memory: dict[int, Memory] = {}
         self.identity: dict[int, tuple[StorageWeakRef, int]] = {}
         """Storages that hold 0, 1, 2, ...: an index by them, entry by entry, is the identity."""
+        self.trackers: list[Tracker] = []
+        """Those that are on and share these labels: one of them applies the rules."""
+        self.turn: Tracker | None = None
+        """That one: the one whose model is called, or the first that meets an operator."""
+        self.taken: set[int] | None = None
+        """Storages of examples that operators were given, where somebody wants to know."""
 
     def get(self, tensor: Tensor) -> Label | None:
         with unseen_by_functions():
@@ -263,6 +269,12 @@ class Labels:
                 elif type(each) in (list, tuple):
                     found += self.among(each, {})
         return found
+
+    def holds(self, value: object) -> bool:
+        """Whether this is a tensor in memory of the examples'; quicker than `get`."""
+        if not isinstance(value, Tensor) or value.layout != torch.strided or not has_own_memory(type(value)):
+            return False
+        return value.untyped_storage()._cdata in self._memory
 
     def _found(self, tensor: Tensor) -> Label | None:
         if in_transform(tensor):
@@ -430,8 +442,6 @@ class Tracker(TorchDispatchMode):
         self.promoted = 0
         self.unknown: Mixed | None = None
         """The last operator without a rule that was given examples."""
-        self.taken: set[int] | None = None
-        """Storages of examples that operators were given, where somebody wants to know."""
 
     supports_higher_order_operators = True
 
@@ -473,7 +483,19 @@ class Tracker(TorchDispatchMode):
         return label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, labels = kwargs or {}, self.labels
+        if len(labels.trackers) > 1:
+            turn = labels.turn
+            if turn is not None and turn is not self:
+                return func(*args, **kwargs)
+            labels.turn = self
+            try:
+                return self._followed(func, args, kwargs)
+            finally:
+                labels.turn = turn
+        return self._followed(func, args, kwargs)
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.sequence is not None:
             self.sequence.append(func)
             if self.draw is not None and func is RAND and torch.device(kwargs.get("device") or "cpu").type == "cpu":
@@ -491,9 +513,9 @@ class Tracker(TorchDispatchMode):
             elif self.labels.identity and isinstance(func, OpOverload) and func._schema.is_mutable:
                 self.labels.no_identity(written_by(func, args, kwargs))
             return found
-        if self.taken is not None:
+        if self.labels.taken is not None:
             with unseen_by_functions():
-                self.taken.update([each.untyped_storage()._cdata for each, _ in labelled])
+                self.labels.taken.update([each.untyped_storage()._cdata for each, _ in labelled])
         rule = rule_of(func)
         if rule.of_one_example and (label := of_one_example(labelled)) is not None:
             found = func(*args, **kwargs)
@@ -541,9 +563,10 @@ class Tracker(TorchDispatchMode):
         self.note_read(Read(str(func).removeprefix("aten.").split(".")[0].strip("_"), users_line()))
 
     def note_read(self, seen: Read) -> None:
-        if seen not in self.reads:
-            self.reads.append(seen)
-        if self.strict:
+        for each in self.labels.trackers or (self,):
+            if seen not in each.reads:
+                each.reads.append(seen)
+        if (self.labels.turn or self).strict:
             raise NotApart(f"{seen.operator} at {seen.where} looks at a value of the examples", unknown=True)
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import Labels, NotApart, Tracker, unseen
+from vestige.engines.example_axis.labels import Labels, NotApart, Tracker, unseen, unseen_by_functions
 from vestige.engines.per_example.composite_layers import composite_of, registered
 from vestige.engines.per_example.gradient_forms import Gradient, combine
 from vestige.engines.per_example.parameter_expressions import ANCHOR, Environment, Pass, Whole, full_precision
@@ -159,11 +160,22 @@ class Proved:
 
 
 def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environment) -> None:
-    """Raise ValueError if a pass has left something of its examples in a parameter or buffer."""
+    """Raise ValueError if a pass has left something of its examples in a parameter or buffer, or in what a module adds
+    to the model's state by `get_extra_state`."""
     modules = modules_of(model)
     held = [tensor for module in modules for tensor in (*module._buffers.values(), *module._parameters.values())]
     written = tracker.labels.among([*held, *environment.values()], {})
     if not written:
+        for module in modules:
+            if type(module).get_extra_state is nn.Module.get_extra_state:
+                continue
+            with unseen_by_functions():
+                held_too = any(map(tracker.labels.holds, tree_leaves(module.get_extra_state())))
+            if held_too:
+                raise RowsNotApart(
+                    f"get_extra_state of a {type(module).__name__} gives something of the examples, without noise: it "
+                    "would be saved with the model. Leave it out"
+                )
         return
     found = [("buffer", *each) for each in model.named_buffers()]
     found += [("parameter", *each) for each in (*model.named_parameters(), *environment.items())]
