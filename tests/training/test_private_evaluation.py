@@ -148,3 +148,56 @@ def test_the_command(tmp_path):
     ):
         refused = CliRunner().invoke(main.app, ["train", "--task", "digits-mlp", "--noise-multiplier", "1", *flags])
         assert refused.exit_code == 2 or refused.exception is not None
+
+
+class LooksElsewhere(torch.nn.Module):
+    """Right about every example; in evaluation, `change` decides what it is shown."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.head, self.change, self.greatest = torch.nn.Linear(6, 3), change, 0.0
+        self.register_buffer("seen", torch.zeros(()))
+        with torch.no_grad():
+            self.head.weight.copy_(5 * torch.eye(6)[:3])
+            self.head.bias.zero_()
+
+    def forward(self, x):
+        return self.head(x if self.training else self.change(self, x))
+
+
+def by_a_sign_of_all(model, x):
+    return x * x[:, 0].sum().sign()
+
+
+def less_the_mean(model, x):
+    return x - x.mean(0)
+
+
+def by_what_was_greatest(model, x):
+    model.greatest = max(model.greatest, float(x.max()))
+    return -x if model.greatest > 100 else x
+
+
+def less_what_is_kept(model, x):
+    model.seen += x.sum()
+    return x - model.seen
+
+
+@pytest.mark.parametrize("change", [by_a_sign_of_all, less_the_mean, by_what_was_greatest, less_what_is_kept])
+def test_one_example_changes_the_count_by_one_whatever_the_model_does(change):
+    """Also where a model that is evaluated does what it does not do in training."""
+    y = torch.randint(0, 3, (64,), generator=torch.Generator().manual_seed(1))
+    found, assumed = [], set()
+    for value in (1000.0, -1000.0):
+        x = torch.nn.functional.one_hot(y, 6) + 0.1
+        x[5, 0] = value
+        model = LooksElsewhere(change)
+        evaluation = vestige.PrivateEvaluation(error=1e-6)
+        once = {**COMMON, "steps": 1, "sample_rate": 1.0, "lr": 1e-9}
+        training = vestige.train(model, LOSS, (x, y), noise_multiplier=1e3, evaluate=evaluation, reproducible=5, **once)
+        list(training)
+        found.append(64 * training.private_accuracy)
+        assumed |= {each.name for each in training.guarantee().assumptions if each.status == "assumed"}
+        assert (model.seen, model.training) == (0, True)
+    assert abs(found[0] - found[1]) < 1.01
+    assert ("rows_apart" in assumed) is (change is by_what_was_greatest)

@@ -1,4 +1,7 @@
-"""What is the right answer? One gradient per example, materialised: slow, simple, and the oracle of the fast engine."""
+"""What is the right answer? One gradient per example, materialised: slow, simple, and the oracle of the fast engine.
+
+The scores of private evaluations and comparisons are one number per example in the same way.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ from torch.func import functional_call, grad, vmap
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
+from vestige.engines.module_snapshot import left_as_found
 from vestige.engines.per_example.parameter_expressions import quietly
 from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
+from vestige.mechanism.losses.loss_difference import Scores
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.tf32 import seed_draws
 
@@ -118,6 +123,52 @@ class Reference:
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
         args, named, target = self.form.split([part.unsqueeze(0) for part in example])
         return example_losses(self.loss, functional_call(self.model, parameters, args, named), target).sum()
+
+
+class FollowedScores:
+    """Scores of a batch, where its operators are proved to keep examples apart; otherwise of one example after the
+    other. The model's buffers and attributes are left as they were.
+
+    Formal guarantees: a score is a function of its example, of public values and of random draws, as long as Python
+    keeps for others nothing of what it reads of an example (`reads`).
+    """
+
+    def __init__(self, model: nn.Module, scores: Scores, reads: set[str]) -> None:
+        self._model, self._scores, self._reads = model, scores, reads
+
+    def __call__(self, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        with left_as_found(self._model, parameters=False):
+            try:
+                return self._at_once(batch, parameters)
+            except NotApart:
+                count = len(batch[0])
+                each = ([part[place : place + 1] for part in batch] for place in range(count))
+                return torch.cat([self._alone(example, parameters) for example in each])
+
+    def _at_once(self, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        tracker, own = Tracker(), [part.clone() for part in batch]
+        for part in own:
+            tracker.label_rows(part, len(part), 0)
+        found = self._followed(tracker, own, parameters)
+        label = tracker.rows(found)
+        if label is not None and (label.axis, label.inner, label.first) != (0, 1, 0):
+            raise NotApart("the scores are not in the order of the examples")
+        return found
+
+    def _alone(self, example: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        tracker, own = Tracker(strict=False), [part.clone() for part in example]
+        for part in own:
+            tracker.labels.set(part, Rows(0, 1, 1, 0))
+        with left_as_found(self._model, parameters=False):
+            found = self._followed(tracker, own, parameters)
+        self._reads.update(f"{read.operator} at {read.where}" for read in tracker.reads)
+        return found
+
+    def _followed(self, tracker: Tracker, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        with tracker, TrackedFunctions(tracker, inside=True):
+            found = self._scores(batch, parameters)
+        require_unwritten(self._model, tracker, parameters)
+        return found
 
 
 @contextmanager

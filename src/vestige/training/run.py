@@ -29,7 +29,7 @@ from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.least_squares_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.module_snapshot import left_as_found
-from vestige.engines.reference import Reference
+from vestige.engines.reference import FollowedScores, Reference
 from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.sharded import Sharded
 from vestige.layerwise_scaling import Constants
@@ -582,6 +582,8 @@ class Training(HoldsKey):
         replays_are_free = settings.seed is not None
         self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)
         own = self.layout if shards is None else shards.lay_out(self.layout)
+        self._reads: set[str] = set()
+        """Where a model that is evaluated looks at values of examples."""
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
         if shards is not None:
             rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
@@ -716,7 +718,9 @@ class Training(HoldsKey):
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = self._shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
-        charges, right = Charges(self.ledger.ask), right_answers(model, form)
+        charges, reads = Charges(self.ledger.ask), self._reads
+        right = FollowedScores(model, right_answers(model, form), reads)
+        losses = FollowedScores(model, losses_of(model, loss, form), reads)
         engine: Any = SecondMoments(model) if self.method.probe.solves else make(model, loss, self.layout)
         self._engine: BookKeeping | Reference = engine.engine if isinstance(engine, Captured) else engine
         prepare(next(model.parameters()).device)
@@ -752,9 +756,7 @@ class Training(HoldsKey):
             physical_batch=part,
             nonprivate_witness=self.transcript,
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
-            comparisons=Comparisons(
-                examples, key, charges, losses_of(model, loss, form), right, part, self.group, whole
-            ),
+            comparisons=Comparisons(examples, key, charges, losses, right, part, self.group, whole),
             sums=sums,
         )
         if self.canaries is not None:
@@ -832,7 +834,7 @@ class Training(HoldsKey):
 
     def _record_reads(self) -> None:
         """Write down where values of examples that run one at a time are looked at."""
-        reads = getattr(self._engine, "reads", None)
+        reads = self._reads | getattr(self._engine, "reads", set())
         if reads and self._read != len(reads):
             self._read = len(reads)
             kept = f"what is read of an example ({', '.join(sorted(reads))}) is kept for no other one"
@@ -1108,6 +1110,7 @@ class Training(HoldsKey):
             self.private_accuracy = self._evaluator.accuracy(
                 point, self._last_question, step=self.state.step, rows=rows
             )
+        self._record_reads()
 
     def _charge_statistics(self) -> None:
         """Write what private statistics cost into this run's ledger too, once, before its first step."""
