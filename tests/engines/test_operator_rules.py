@@ -138,6 +138,20 @@ def calls() -> dict[str, list[Call]]:
         Call(lambda x, m, v, w: F.batch_norm(x, m, v, w, None, False), "f3 f1 f1 f1"),
         Call(lambda x: F.instance_norm(x), "f3", True),
     ]
+    made["of one image or of several"] = [Call(lambda x: torch.multinomial(x, 1), shape) for shape in ("f1", "f2")] + [
+        Call(lambda x: F.channel_shuffle(torch.cat([x, x], 1), 2), "f4"),
+        Call(lambda x: F.channel_shuffle(torch.cat([x, x], 0), len(x)), "f4"),
+        Call(lambda x: F.channel_shuffle(x[:, None], 1), "f4"),
+        Call(lambda x: F.fold(x.flatten(-2)[..., None], x.shape[-2:], x.shape[-2:]), "f3"),
+        Call(lambda x: F.fold(x[0].flatten()[:, None], x.shape[1:], x.shape[1:]), "f3"),
+        Call(lambda x: F.max_unpool2d(x, torch.arange(x[0].numel()).view(x[0].shape).expand(x.shape), 1), "f3"),
+        Call(lambda x: F.multi_margin_loss(x[:, 0], torch.tensor(0), reduction="none"), "f2"),
+        Call(lambda x: F.pixel_shuffle(x.repeat(4, 1, 1), 2), "f3"),
+        Call(lambda x: F.pixel_shuffle(x.repeat(1, 4, 1, 1), 2), "f4"),
+        Call(lambda x: F.group_norm(x, 1), "f2"),
+        Call(lambda x, w: F.conv2d(x, w), "f3 f4"),
+        Call(lambda x, w: F.conv2d(x, w), "f4 f4"),
+    ]
     made["renorm"] = [Call(lambda x, d=d: torch.renorm(x, 2, d, 0.1), "f3") for d in range(3)]
     made["pools"] = [
         Call(lambda x: F.max_pool1d(x, 2), "f3", True),

@@ -354,6 +354,15 @@ class Labels:
         held = None if memory is None else memory.region
         return memory is None or (isinstance(held, Pieces) and held[:2] == (label.count, label.batch))
 
+    def counts(self, index: Tensor, size: int) -> bool:
+        """Whether a tensor starts where 0, 1, 2, ... were put, and NumPy or the like has not changed them since."""
+        if index.untyped_storage()._cdata not in self.identity or index.storage_offset():
+            return False
+        if index.device.type != "cpu":
+            return True
+        with unseen():
+            return torch.equal(index.as_strided((size,), (1,)), torch.arange(size, dtype=index.dtype))
+
     def no_identity(self, written: Sequence[Tensor]) -> None:
         """What held 0, 1, 2, ... was written to."""
         for tensor in written:

@@ -140,8 +140,7 @@ def _reordered(op: Op, given: Tensor, dim: int, index: Any, into: Tensor | None 
 def _inverse(op: Op) -> Label | None:
     """Where each position has gone: `empty.scatter_(0, positions, arange)`."""
     positions, source = op.tracker.labels.get(op["index"]), op["src"]
-    counts = op.tracker.labels.identity.get(source.untyped_storage()._cdata)
-    whole = counts is not None and source.dim() == 1 and not source.storage_offset() and source.stride(0) == 1
+    whole = source.dim() == 1 and source.stride(0) == 1 and op.tracker.labels.counts(source, len(source))
     if not isinstance(positions, Positions) or not whole or not len(source) == len(positions.order) == len(op["self"]):
         return None
     back = [place for _, place in sorted(zip(positions.order, range(len(source)), strict=True))]

@@ -30,7 +30,6 @@ from vestige.engines.example_axis.labels import (
     mixed,
     of_one_example,
     spared,
-    unseen,
     unseen_by_functions,
 )
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
@@ -100,6 +99,12 @@ def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labe
     found = func(*args, **kwargs)
     label = tracker.unknown = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
     return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
+
+
+def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    """How many random numbers are drawn, and so what others draw later, depends on values."""
+    tracker.read(func)
+    return unknown(tracker, func, args, kwargs, labelled)
 
 
 def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -558,17 +563,10 @@ def _indexed(op: Op, indices: Indices) -> Label | None:
 
 def _identity(op: Op, index: Tensor, size: int) -> int | None:
     """The axis along which an index is 0, 1, 2, ... for all rows; None if it is not known to be that."""
-    known = op.tracker.labels.identity.get(index.untyped_storage()._cdata)
-    if known is None or index.storage_offset():
-        return None
     axes = [place for place, (n, s) in enumerate(zip(index.shape, index.stride(), strict=True)) if n > 1 and s]
     if len(axes) != 1 or index.stride(axes[0]) != 1 or index.shape[axes[0]] != size:
         return None
-    if index.device.type == "cpu":  # NumPy and the like may have written to it
-        with unseen():
-            kept = torch.equal(index.as_strided((size,), (1,)), torch.arange(size, dtype=index.dtype))
-        return axes[0] if kept else None
-    return axes[0]
+    return axes[0] if op.tracker.labels.counts(index, size) else None
 
 
 def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -822,6 +820,7 @@ _COPY = ruled(copied)
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
+DRAWN = Rule(drawn)
 _BY_NAME |= {name: VIEW for name in SHAPES.split()}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
 _BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
@@ -852,8 +851,9 @@ def find_rule(func: OpOverload) -> Rule:
         return SIZED
     new = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, func)
     tags = (*func.tags, *new.tags)  # not all forms in place are tagged as those that give new tensors are
-    draws = torch.Tag.nondeterministic_seeded in tags  # how many numbers, the values may decide
-    return ruled(pointwise) if torch.Tag.pointwise in tags and not draws else UNKNOWN
+    if torch.Tag.nondeterministic_seeded in tags:
+        return DRAWN
+    return ruled(pointwise) if torch.Tag.pointwise in tags else UNKNOWN
 
 
 install_rules(find_rule)
