@@ -39,7 +39,7 @@ REPRODUCED, PARTLY, NOT, REFUTED = (
     "refuted by a proof or a certified bound",
 )
 WORDS = (REPRODUCED, PARTLY, NOT, REFUTED)
-NOT_RUN = "not run"
+NOT_RUN, TOO_LITTLE = "not run", "too little was run"
 NOT_AS_PRINTED = "not run with the printed algorithm"
 ENOUGH = papers_gpu.SEEDS
 CURVES = {
@@ -83,11 +83,13 @@ def shown(found: Sequence[Found]) -> list[bool]:
 
 def verdict(found: Sequence[Found | None], printed: float | None = None) -> str:
     """Of differences that a paper says are positive, or that have a printed size: how many are shown to agree? What is
-    known in part is reproduced in part at most."""
+    known in part is reproduced in part at most, and less than half of a row that shows nothing is no verdict."""
     known = [each for each in found if each is not None]
     if not known:
         return NOT_RUN
     agree = shown(known)
+    if not any(agree) and 2 * len(known) < len(found):
+        return TOO_LITTLE
     if all(agree) and len(known) == len(found):
         fits = printed is None or all(each.low <= printed <= each.high for each in known)
         return REPRODUCED if fits else PARTLY
@@ -666,8 +668,8 @@ is edited by hand.
 
 A verdict is one of four: **reproduced**, **partly**, **not reproduced with our guesses** (what the papers leave open is
 listed below, and another guess might reproduce it), **refuted by a proof or a certified bound**. A row of which a part was
-not run is *partly* at best. What was not run at all has no verdict and says so; it is in the table of runs at the end. Rows
-in brackets are about what no paper claims.
+not run is *partly* at best, and has no verdict where less than half was run and shows nothing. What was not run at all
+says so; it is in the table of runs at the end. Rows in brackets are about what no paper claims.
 
 Differences are in points of test accuracy: for FO-DP-SGD and SMA-DP-SGD at the paper's sigma and rate 0.8, for DPSGD-BR at
 a true epsilon of one. They are paired by seed and have a 95% interval. A difference counts as shown if the exact paired

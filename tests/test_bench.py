@@ -628,6 +628,7 @@ def test_verdicts_follow_from_intervals(bench):
     assert docs.verdict([flat], 4.1) == docs.verdict([flat, flat]) == docs.NOT
     assert docs.verdict([high, flat]) == docs.PARTLY
     assert docs.verdict([None]) == docs.verdict([]) == docs.NOT_RUN
+    assert docs.verdict([flat, None, None]) == docs.TOO_LITTLE
     assert docs.verdict([high, None]) == docs.PARTLY
     assert docs.verdict([flat, None]) == docs.NOT
     weak, strong = (docs.Found(4.0, 3.0, 5.0, 13, "here", p) for p in (0.04, 0.001))
