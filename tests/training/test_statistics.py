@@ -158,6 +158,33 @@ def test_mistakes_are_one_line(given, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("column", "asked"),
+    [
+        (np.full((100, 3), 0.5), {"means": {"x": (0, 1)}}),
+        (torch.full((100, 3), 0.5), {"quantiles": {"x": (0, 1, (0.5,))}}),
+        ([[0.5, 0.5]] * 100, {"means": {"x": (0, 1)}}),
+        ([[0.5]] * 100, {"quantiles": {"x": (0, 1, (0.5,))}}),
+        ([["a", "b"]] * 100, {"classes": {"x": ["a", "b"]}}),
+        (np.full((100, 2), "a"), {"classes": {"x": ["a", "b"]}}),
+        ([["a", "b"]] * 100, {"vocabulary": {"x": vestige.Vocabulary(2, candidates=("a", "b"))}}),
+    ],
+)
+def test_a_column_has_one_value_for_each_row(column, asked, tmp_path):
+    """Several values of a row in one column would move a sum by more than its sensitivity."""
+    with pytest.raises(ValueError, match=r"column 'x' .* one value") as error:
+        vestige.private_statistics({"x": column}, **asked, epsilon=1, delta=1e-6, ledger=tmp_path / "asked.jsonl")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "asked.jsonl").exists()
+
+
+def test_columns_of_one_name_are_refused():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(np.full((100, 3), 0.5), columns=["x", "y", "x"])
+    with pytest.raises(ValueError, match="several columns are named 'x'"):
+        vestige.private_statistics(frame, means={"x": (0, 1)}, epsilon=1, delta=1e-6)
+
+
 def test_words_need_candidates_or_a_delta():
     with pytest.raises(ValueError, match="tells which they are"):
         vestige.Vocabulary(size=3)

@@ -290,9 +290,9 @@ def _asked(
         total = len(_numbers(columns, column))
         found += [_quantile(column, values, total, low, high, share) for share in shares]
     for column, labels in classes.items():
-        found.append(_histogram(column, list(_column(columns, column)), list(labels)))
+        found.append(_histogram(column, _values(columns, column), list(labels)))
     for column, wanted in vocabulary.items():
-        found.append(_words(column, list(_column(columns, column)), wanted))
+        found.append(_words(column, _values(columns, column), wanted))
     return found
 
 
@@ -388,7 +388,11 @@ def _words(column: Column, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
 def _columns(data: Any) -> tuple[dict[Column, object], int]:
     """Columns by name or place, and how many rows there are."""
     if isinstance(data, Mapping) or hasattr(data, "columns"):
-        columns = {name: data[name] for name in (data if isinstance(data, Mapping) else data.columns)}
+        names = list(data if isinstance(data, Mapping) else data.columns)
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ValueError(f"data: several columns are named {twice[0]!r}; give each a name of its own")
+        columns = {name: data[name] for name in names}
     else:
         array = np.asarray(data.detach().cpu() if isinstance(data, torch.Tensor) else data)
         if array.ndim != 2:
@@ -399,7 +403,19 @@ def _columns(data: Any) -> tuple[dict[Column, object], int]:
     counts = {len(column) for column in columns.values()}
     if len(counts) != 1 or counts == {0}:
         raise ValueError(f"data: columns of {sorted(counts)} rows; they must have one number of rows, and some")
-    return columns, counts.pop()
+    rows = counts.pop()
+    for name, column in columns.items():
+        _require_one_value(name, getattr(column, "shape", (rows,)), rows)
+    return columns, rows
+
+
+def _require_one_value(column: Column, shape: Sequence[int], rows: int) -> None:
+    """What a row may change is bounded for one value of each row in each column."""
+    if tuple(shape) != (rows,):
+        raise ValueError(
+            f"data: column {column!r} has the shape {list(shape)}, and a column has one value for each row: give its "
+            "parts as columns of their own"
+        )
 
 
 def _column(columns: Mapping[Column, object], column: Column) -> Any:
@@ -409,13 +425,22 @@ def _column(columns: Mapping[Column, object], column: Column) -> Any:
     return found.tolist() if isinstance(found, torch.Tensor) else found
 
 
+def _values(columns: Mapping[Column, object], column: Column) -> list[Any]:
+    found = list(_column(columns, column))
+    listed = next((value for value in found if not isinstance(value, Hashable)), None)
+    if listed is not None:
+        raise ValueError(f"column {column!r} holds a {type(listed).__name__} where each row has one value")
+    return found
+
+
 def _numbers(columns: Mapping[Column, object], column: Column) -> np.ndarray:
+    given = _column(columns, column)
     try:
-        return np.asarray(_column(columns, column), dtype=np.float64)
+        found = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        if column not in columns:
-            raise
         raise ValueError(f"column {column!r} holds no numbers") from error
+    _require_one_value(column, found.shape, len(given))
+    return found
 
 
 def _finite(numbers: np.ndarray) -> np.ndarray:
