@@ -11,8 +11,8 @@ from torch import nn
 
 import vestige
 from vestige import accounting
-from vestige.accounting.ledger import read
-from vestige.priced_questions import ExponentialMechanism, Gaussian
+from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.priced_questions import ExponentialMechanism, Gaussian, SampledGaussian
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
@@ -137,6 +137,45 @@ def test_a_run_counts_them_and_its_ledger_verifies(tmp_path):
     alone = training.ledger.spent - Counter(found.questions)
     assert accounting.epsilon(alone, 1e-5) < 1.99  # the steps got more noise, to pay for them
     assert verify(tmp_path / "run").guarantee.epsilon == training.guarantee().epsilon
+
+
+GIVEN = {"delta": 1e-5, "sample_rate": 0.05, "steps": 4, "lr": 0.1}
+
+
+def begun(found, **options):
+    x, y = torch.tensor(ROWS, dtype=torch.float32), torch.tensor(ROWS[:, 0] > 3).long()
+    return vestige.train(nn.Linear(2, 2), LOSS, (found.scaled(x), y), **GIVEN | options, statistics=found)
+
+
+@pytest.mark.parametrize("evaluate", [None, "private"])
+def test_a_budget_that_does_not_hold_them_is_refused(tmp_path, evaluate):
+    found = vestige.private_statistics(
+        ROWS, means=BOUNDS, quantiles={0: (-5, 11, (0.5,))}, noise_multiplier=1.0, delta=1e-5
+    )
+    cost = accounting.epsilon(Counter(found.questions), 1e-5)
+    for epsilon in (1.0, cost - 0.02):
+        with pytest.raises(ValueError, match=f"statistics: they have cost epsilon {cost:.4g}") as error:
+            begun(found, epsilon=epsilon, noise_multiplier=8.0, evaluate=evaluate, out=tmp_path / "run")
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "run").exists()
+    training = begun(found, epsilon=cost + 0.5, noise_multiplier=8.0, evaluate=evaluate, out=tmp_path / "run")
+    assert training.ledger.spent == Counter(found.questions)  # before its first step: they were answered
+    assert training.guarantee().epsilon == pytest.approx(cost, rel=1e-3)
+
+
+def test_a_ledger_that_does_not_charge_them_fails_verification(tmp_path):
+    found = vestige.private_statistics(ROWS, means=BOUNDS, noise_multiplier=2.0, delta=1e-5)
+    begun(found, noise_multiplier=8.0, out=tmp_path / "run").run()
+    path = tmp_path / "run" / "ledger.jsonl"
+    facts = read(path).facts
+    (tmp_path / "cut").mkdir()
+    ledger = Ledger(tmp_path / "cut" / "ledger.jsonl")
+    ledger.open({key: value for key, value in facts.items() if key != "version"})
+    ledger.ask(SampledGaussian(0.05, 8.0), step=0, part=0, sensitivity=1.0)
+    ledger.close()
+    with pytest.raises(LedgerError, match="begun with statistics that asked"):
+        verify(tmp_path / "cut", unfinished=True)
+    assert verify(tmp_path / "run").guarantee.epsilon > 1
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,17 @@ def _hashes(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
 
 
+def _statistics(value: Any) -> bool:
+    """What a run says of statistics that were asked before it: rows of questions, each with its count."""
+    asked = value.get("questions") if isinstance(value, dict) else None
+    if not isinstance(asked, list) or not all(isinstance(row, dict) and _whole(1)(row.get("count")) for row in asked):
+        return False
+    try:
+        return all(Question.from_json(row) for row in asked)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
     "open": {
         "population": _whole(1),
@@ -99,6 +110,7 @@ FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
         "schedule": _text,
         "nonprivate_outputs": lambda value: isinstance(value, bool),
         "method": _method,
+        "statistics": _statistics,
     },
     "ask": {"step": _whole(-1), "part": _whole(0), "attempt": _whole(0), "kind": _text},
     "resume": {"from_step": _whole(0), "attempt": _whole(0)},

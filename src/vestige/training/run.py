@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vestige import accounting, assumptions
+from vestige.accounting.ledger import Budget as Limit
+from vestige.accounting.ledger import LedgerError
 from vestige.accounting.odometers_and_filters import FilteredBudget, Reserving
 from vestige.budget.spending import Budget, Provenance, attach, continued
 from vestige.checks import RowsNotApart, check_number, check_steps, renamed
@@ -798,7 +800,9 @@ class Training(HoldsKey):
 
     def open(self, resume: bool, request: dict[str, object]) -> None:
         """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget. What a book
-        does not hold is refused before anything is written."""
+        or the budget does not hold is refused before anything is written."""
+        budget = self._budget()
+        self._check_statistics_fit(budget)
         if resume and self.folder is not None:
             begun = self.group.first(lambda: persistence.begun(self.folder))  # type: ignore[arg-type]
             run = self.group.first(lambda: continued(begun, self.settings.budget))  # process 0 has the book
@@ -826,11 +830,32 @@ class Training(HoldsKey):
         for each in known_of_a_run(self.facts, self.group.size, examples.read_one_by_one, examples.collates):
             assumptions.record(self.ledger, each.name, each.status, each.detail)
         self._record_reads()
-        if self.plan.epsilon is not None:
-            limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
-            budget = limit(self.plan.epsilon - self._chosen, self.plan.delta, self.planned)
-            last = self._last_question
-            self.ledger.budget = budget if last is None else Reserving(budget, last)
+        self._charge_statistics()
+        self.ledger.budget = budget
+
+    def _budget(self) -> Limit | None:
+        """What the ledger may be charged; None where only the noise is given."""
+        if self.plan.epsilon is None:
+            return None
+        limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
+        budget = limit(self.plan.epsilon - self._chosen, self.plan.delta, self.planned)
+        return budget if self._last_question is None else Reserving(budget, self._last_question)
+
+    def _check_statistics_fit(self, budget: Limit | None) -> None:
+        """Refuse a budget that does not hold what was asked before the run: it is spent, whether or not a step is
+        taken."""
+        statistics = self.settings.statistics
+        if statistics is None or budget is None:
+            return
+        spent: Counter[Question] = Counter()
+        for question in statistics.questions:
+            if not budget.allows(spent, question):
+                alone = accounting.epsilon(Counter(statistics.questions), self.plan.delta)
+                raise ValueError(
+                    f"statistics: they have cost epsilon {alone:.4g} at delta {self.plan.delta:g} already, and "
+                    f"epsilon={self.plan.epsilon} does not hold them; give a larger epsilon"
+                )
+            spent[question] += 1
 
     def _record_reads(self) -> None:
         """Write down where values of examples that run one at a time are looked at."""
@@ -850,7 +875,7 @@ class Training(HoldsKey):
             lambda: attach(
                 self.ledger,
                 settings.budget,
-                {} if self.method.gate.adaptive else self.planned,
+                Counter(self._first) if self.method.gate.adaptive else self.planned,
                 purpose=f"train {self.method.name}",
                 source=settings.source,
                 beside=() if held_out is None else (Provenance(data=held_out, of_file=of_file),),
@@ -1073,7 +1098,6 @@ class Training(HoldsKey):
         plan = self.plan
         self.begun.append(True)
         with contextlib.suppress(BudgetSpent):
-            self._charge_statistics()
             self._ask_moments()
         if not self.normalised:
             self._ended = True
@@ -1113,10 +1137,13 @@ class Training(HoldsKey):
         self._record_reads()
 
     def _charge_statistics(self) -> None:
-        """Write what private statistics cost into this run's ledger too, once, before its first step."""
+        """Write what private statistics have cost into this run's ledger too, once and before all else, whatever the
+        budget: they were answered."""
         stats = self.settings.statistics
         if stats is None or not Counter(stats.questions) - self.ledger.spent:
             return
+        if self.state.step:
+            raise LedgerError("statistics: steps were taken without charging them; begin another run, in a new folder")
         for part, question in enumerate(stats.questions):
             self.ledger.ask(question, step=-1, part=part, sensitivity=1.0)
 

@@ -89,6 +89,7 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
     spent = history.spent(replays_are_free=history.facts["noise"] == "seeded")
     try:
         check_delta(history.facts["delta"], history.facts["population"])
+        _check_statistics(history.facts, spent)
         promise = reprice(spent, history.facts["delta"], history.facts, history.assumptions)
     except ValueError as error:
         raise LedgerError(f"{folder.ledger}: {error}") from error
@@ -111,6 +112,17 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
     if rows_per_user is not None:
         for_user = accounting.guarantee_of_user(spent, promise.delta, facts_of(history.facts), rows_per_user)
     return Verdict(promise, sum(spent.values()), history.attempts, history.rows, finished, unchecked, for_user)
+
+
+def _check_statistics(facts: Mapping[str, Any], spent: accounting.History) -> None:
+    """The statistics that a run was begun with must be among its asks: they were answered."""
+    for row in facts["statistics"]["questions"] if "statistics" in facts else ():
+        question = Question.from_json(row)
+        if spent.get(question, 0) < row["count"]:
+            raise ValueError(
+                f"it was begun with statistics that asked {question!r} {row['count']} times, and its rows charge "
+                f"{spent.get(question, 0)} of them"
+            )
 
 
 def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) -> tuple[bool, tuple[str, ...]]:
