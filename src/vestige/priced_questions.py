@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from math import inf
 from typing import Any, ClassVar
@@ -236,3 +238,31 @@ class PureLoss(Question):
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < inf:
             raise ValueError(f"epsilon={self.epsilon} must be a number, zero or more: the loss of one answer")
+
+
+def new_answer() -> str:
+    """The name of an answer, drawn when it is asked: another answer to the same question has another one."""
+    return secrets.token_hex(8)
+
+
+ANSWERS = {"statistics": ("answer", "private_statistics"), "users": ("choices", "private_bound")}
+"""Facts of a run that come from answers it was given: where they name these, and what was called for them."""
+
+
+def answers_first(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The facts of a run in the order in which they are compared: others follow from the answers."""
+    return sorted(facts.items(), key=lambda fact: fact[0] not in ANSWERS)
+
+
+def require_same_answers(fact: str, was: Any, now: Any) -> Any:
+    """The fact that a run was begun with, to be compared with that of the call that resumes it; ValueError where the
+    same was asked anew. Until 0.3 runs did not name the answers that they were given."""
+    where, asked = ANSWERS.get(fact, ("", ""))
+    if not isinstance(was, Mapping) or not isinstance(now, Mapping) or was.get(where) == now.get(where):
+        return was
+    if where not in was:
+        return {**was, where: now[where]}
+    raise ValueError(
+        f"resume: the run was begun with another answer of {asked}; keep what that call returned (pickle), and resume "
+        "with it. What was asked again has cost its own epsilon besides"
+    )

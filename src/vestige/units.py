@@ -33,7 +33,9 @@ class Users:
     several_owners: bool = False
     """Whether a row may have several owners."""
     choice_epsilon: float = 0.0
-    """Of the question by which `rows_per_user` or `cap` was chosen, without a delta: added to all that follows."""
+    """Of the questions by which `rows_per_user` or `cap` was chosen, without a delta: added to all that follows."""
+    choices: tuple[tuple[str, float], ...] = ()
+    """The answers to them, by name, and what each cost."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:
@@ -90,8 +92,8 @@ class Users:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Users:
-        return cls(**content)
+        return cls(**{**content, "choices": tuple(content.get("choices", {}).items())})
 
     def to_json(self) -> dict[str, object]:
-        row = asdict(self)
-        return row if self.choice_epsilon else {key: each for key, each in row.items() if key != "choice_epsilon"}
+        row = {**asdict(self), "choices": dict(self.choices)}
+        return {key: each for key, each in row.items() if each or key not in ("choice_epsilon", "choices")}

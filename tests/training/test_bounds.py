@@ -14,23 +14,24 @@ import vestige
 from commands import as_json
 from commands import vestige as command
 from vestige.accounting.ledger import LedgerError
-from vestige.mechanism.users.ownership import ChosenBound
+from vestige.mechanism.users.ownership import ChosenBound, facts_of_users, ownership
 from vestige.training.private_statistics import bound_scores, read_bound
 from vestige.training.verify import verify
+from vestige.units import Users
 
 COUNTS = [1, 4, 2, 3, 1, 4, 7, 2] * 40
 OWNERS = np.repeat(np.arange(len(COUNTS)), COUNTS)
 LOSS = nn.functional.cross_entropy
 
 
-def rows():
+def rows_and_labels():
     draw = torch.Generator().manual_seed(0)
     return torch.randn(len(OWNERS), 6, generator=draw), torch.randint(3, (len(OWNERS),), generator=draw)
 
 
 def trained(**options):
     settings = {"epsilon": 3.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 4, "lr": 0.1, "users": OWNERS}
-    run = vestige.train(nn.Linear(6, 3), LOSS, rows(), **(settings | options))
+    run = vestige.train(nn.Linear(6, 3), LOSS, rows_and_labels(), **(settings | options))
     for _ in run:
         pass
     return run
@@ -90,7 +91,7 @@ def test_in_steps_of_users_and_in_a_loop():
     model, engine = nn.Linear(6, 3), vestige.PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), users=OWNERS, rows_per_user=chosen,
-        data_loader=DataLoader(TensorDataset(*rows()), batch_size=100), max_grad_norm=1.0, target_epsilon=3.0,
+        data_loader=DataLoader(TensorDataset(*rows_and_labels()), batch_size=100), max_grad_norm=1.0, target_epsilon=3.0,
         target_delta=1e-5, draws=2,
     )  # fmt: skip
     for _, (x, y) in zip(range(2), loader, strict=False):
@@ -101,6 +102,52 @@ def test_in_steps_of_users_and_in_a_loop():
         for x, y in loader:
             LOSS(model(x), y).backward()
             optimizer.step()
+
+
+def test_two_choices_count_twice_and_one_counts_once():
+    rows_per_user, cap = ChosenBound(7, 0.5), ChosenBound(7, 0.5)
+    run = trained(rows_per_user=rows_per_user, cap=cap)
+    alone = trained(rows_per_user=7, cap=7, noise_multiplier=run.plan.noise_multiplier, epsilon=None)
+    assert run.guarantee().epsilon == pytest.approx(alone.guarantee().epsilon + 1.0)
+    assert Users.from_json(json.loads(json.dumps(run.users.to_json()))) == run.users
+    once = facts_of_users(ownership(OWNERS, len(OWNERS)), "rows", cap, cap, 1e-5)
+    assert once.choice_epsilon == 0.5
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_run_is_resumed_with_the_choice_that_it_was_begun_with(tmp_path, rows):
+    chosen = vestige.private_bound(OWNERS, epsilon=0.5, largest=16, out=tmp_path / "bound")
+    settings = {"epsilon": 3.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 4, "users": OWNERS, "out": tmp_path / "run"}
+    next(iter(vestige.train(nn.Linear(6, 3), LOSS, rows_and_labels(), rows_per_user=chosen, **settings)))
+    with pytest.raises(ValueError, match="begun with another answer of private_bound"):
+        vestige.train(
+            nn.Linear(6, 3), LOSS, rows_and_labels(), rows_per_user=ChosenBound(rows, 0.5), **settings, resume=True
+        )
+    assert read_bound(tmp_path / "bound") == chosen
+    again = read_bound(tmp_path / "bound")
+    run = vestige.train(nn.Linear(6, 3), LOSS, rows_and_labels(), rows_per_user=again, **settings, resume=True)
+    run.run()
+    assert run.guarantee().epsilon <= 3.0
+
+
+def test_a_loop_is_resumed_with_the_choice_that_it_was_begun_with(tmp_path):
+    def looped(chosen, resume):
+        model, engine = nn.Linear(6, 3), vestige.PrivacyEngine(ledger=tmp_path / "ledger.jsonl", resume=resume)
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), users=OWNERS, rows_per_user=chosen,
+            data_loader=DataLoader(TensorDataset(*rows_and_labels()), batch_size=100), max_grad_norm=1.0,
+            noise_multiplier=2.0,
+        )  # fmt: skip
+        x, y = next(iter(loader))
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        engine.close()
+
+    chosen = ChosenBound(3, 0.5)
+    looped(chosen, False)
+    with pytest.raises(ValueError, match="begun with another answer of private_bound"):
+        looped(ChosenBound(3, 0.5), True)
+    looped(chosen, True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Are private statistics about right, bounded in what a row can change, charged, and counted in a run's epsilon?"""
 
 import importlib.util
+import pickle
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import vestige
 from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.priced_questions import ExponentialMechanism, Gaussian, SampledGaussian
+from vestige.training.persistence import begun as begun_with
+from vestige.training.persistence import check_same
+from vestige.training.run_folder import RunFolder
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
@@ -176,6 +180,31 @@ def test_a_ledger_that_does_not_charge_them_fails_verification(tmp_path):
     with pytest.raises(LedgerError, match="begun with statistics that asked"):
         verify(tmp_path / "cut", unfinished=True)
     assert verify(tmp_path / "run").guarantee.epsilon > 1
+
+
+def test_a_run_is_resumed_with_the_answer_that_it_was_begun_with(tmp_path):
+    """The same questions asked again are other answers, which a run that charges them once would not count."""
+    asked = {"means": BOUNDS, "noise_multiplier": 4.0, "delta": 1e-5}
+    found = vestige.private_statistics(ROWS, **asked)
+    next(iter(begun(found, noise_multiplier=8.0, out=tmp_path / "run")))
+    with pytest.raises(ValueError, match="begun with another answer of private_statistics") as error:
+        begun(vestige.private_statistics(ROWS, **asked), noise_multiplier=8.0, out=tmp_path / "run", resume=True)
+    assert "\n" not in str(error.value)
+    kept = pickle.loads(pickle.dumps(found))
+    training = begun(kept, noise_multiplier=8.0, out=tmp_path / "run", resume=True)
+    training.run()
+    assert training.ledger.spent[Gaussian(4.0)] == 1
+    assert verify(tmp_path / "run").guarantee.epsilon == training.guarantee().epsilon
+
+
+def test_a_run_that_did_not_name_its_answers_is_resumed_as_before(tmp_path):
+    found = vestige.private_statistics(ROWS, means=BOUNDS, noise_multiplier=4.0, delta=1e-5)
+    next(iter(begun(found, noise_multiplier=8.0, out=tmp_path / "run")))
+    public = begun_with(RunFolder(tmp_path / "run"))
+    earlier = {key: value for key, value in public["statistics"].items() if key != "answer"}
+    check_same({**public, "statistics": earlier}, public)
+    with pytest.raises(ValueError, match="statistics is"):
+        check_same({**public, "statistics": {**earlier, "rows": 3}}, public)
 
 
 @pytest.mark.parametrize(

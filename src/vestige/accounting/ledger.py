@@ -111,6 +111,7 @@ FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
         "nonprivate_outputs": lambda value: isinstance(value, bool),
         "method": _method,
         "statistics": _statistics,
+        "answer": _text,
     },
     "ask": {"step": _whole(-1), "part": _whole(0), "attempt": _whole(0), "kind": _text},
     "resume": {"from_step": _whole(0), "attempt": _whole(0)},

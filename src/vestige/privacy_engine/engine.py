@@ -37,7 +37,7 @@ from vestige.mechanism.users.ownership import ChosenBound, Ownership
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
-from vestige.priced_questions import BudgetSpent, Question, SampledGaussian
+from vestige.priced_questions import BudgetSpent, Question, SampledGaussian, answers_first, require_same_answers
 from vestige.privacy_engine.loaders import draws_per_epoch, private_loader
 from vestige.privacy_engine.microbatch_queue import (
     MicrobatchQueue,
@@ -752,13 +752,12 @@ class PrivacyEngine(HoldsKey):
         if history is None:
             self._ledger.open(facts)
             return layout, 0
-        for key, value in facts.items():
+        for key, value in answers_first(facts):
             if key in ("delta", "owners") and key not in history.facts:
                 continue  # until 0.2 loops did not write these down
-            if history.facts.get(key) != value:
-                raise ValueError(
-                    f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"
-                )
+            was = require_same_answers(key, history.facts.get(key), value)
+            if was != value:
+                raise ValueError(f"resume: {key} is {value!r} now but was {was!r}; use the same settings")
         self._ledger.resume(history.last_step + 1)
         return layout, history.last_step + 1
 

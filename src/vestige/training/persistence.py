@@ -13,6 +13,7 @@ from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.assumptions import EARLIER_ADJACENCY
 from vestige.engines.audit_canaries import Canaries
 from vestige.mechanism.curator import Curator
+from vestige.priced_questions import answers_first, require_same_answers
 from vestige.processes import checkpoints
 from vestige.processes.group import Processes
 from vestige.processes.parameter_shards import Shards
@@ -158,8 +159,8 @@ bands, and SMA-DP-SGD took one spectrum an epoch."""
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume with other settings than at the start: what was priced must be what is asked."""
-    for key, value in now.items():
-        was = before.get(key, NEWER.get(key))
+    for key, value in answers_first(now):
+        was = require_same_answers(key, before.get(key, NEWER.get(key)), value)
         if key in ("coordinates", "noise_strategy", "owners") and was is None:
             continue  # not written down before 0.2 and 0.3
         if key == "adjacency" and was == EARLIER_ADJACENCY:

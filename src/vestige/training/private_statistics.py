@@ -23,7 +23,7 @@ from vestige.budget.spending import Budget, Provenance, account_of, attach
 from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps
 from vestige.files import read_json, sha256, write_json
 from vestige.mechanism.users.ownership import ChosenBound, ownership
-from vestige.priced_questions import ExponentialMechanism, Gaussian, Question
+from vestige.priced_questions import ExponentialMechanism, Gaussian, Question, new_answer
 from vestige.randomness import lattice, rounded_gaussian
 from vestige.randomness.exponential_mechanism import choose
 from vestige.randomness.keys import Randomness
@@ -86,6 +86,8 @@ class PrivateStatistics:
     selection_delta: float = 0.0
     """What thresholds of vocabularies add to delta."""
     noise: str = "secret"
+    answer: str = field(default_factory=new_answer)
+    """Its name: the same questions asked again are another answer, and cost again."""
     paid: dict[str, Any] | None = None
     """Where they were charged to the book of the dataset: which, and as what."""
     ledger: Ledger | None = field(default=None, repr=False, compare=False)
@@ -126,7 +128,8 @@ class PrivateStatistics:
     def identity(self) -> dict[str, object]:
         """What is public of it, for a ledger."""
         asked = Counter(self.questions)
-        return {"rows": self.rows, "questions": [{**each.to_json(), "count": n} for each, n in asked.items()]}
+        questions = [{**each.to_json(), "count": n} for each, n in asked.items()]
+        return {"rows": self.rows, "questions": questions, "answer": self.answer}
 
 
 def private_statistics(
@@ -185,7 +188,8 @@ def private_statistics(
     books = Ledger(None if ledger is None else Path(ledger))
     questions = tuple(each.question(multiplier) for each in asked)
     told = accounting.Facts(sampling="every-example", noise="secret" if reproducible is None else "seeded")
-    entry = _reserve(books, budget, questions, columns if hasattr(data, "columns") else data, told, reserved)
+    answer = new_answer()
+    entry = _reserve(books, budget, questions, columns if hasattr(data, "columns") else data, told, reserved, answer)
     try:
         books.open(
             {
@@ -196,6 +200,7 @@ def private_statistics(
                 "arithmetic": "lattice",
                 "schedule": "fixed",
                 "adjacency": assumptions.ADJACENCY,
+                "answer": answer,
                 **({} if entry is None else {"budget": entry}),
             }
         )
@@ -215,12 +220,18 @@ def private_statistics(
     for (column, _), value in found.pop("quantiles", {}).items():
         by_column[column] = tuple(sorted((*by_column.get(column, ()), value)))
     facts: dict[str, Any] = {"rows": rows, "delta": delta, "selection_delta": reserved, "ledger": books}
-    facts |= {"questions": questions, "noise": told.noise, "paid": entry}
+    facts |= {"questions": questions, "noise": told.noise, "paid": entry, "answer": answer}
     return PrivateStatistics(**found, quantiles=by_column, **facts)
 
 
 def _reserve(
-    books: Ledger, budget: Budget, questions: Sequence[Question], data: object, facts: accounting.Facts, delta: float
+    books: Ledger,
+    budget: Budget,
+    questions: Sequence[Question],
+    data: object,
+    facts: accounting.Facts,
+    delta: float,
+    answer: str,
 ) -> dict[str, object] | None:
     """In the book of the dataset, if there is one. The deltas of thresholds are entries of their own."""
     account = account_of(budget)
@@ -231,7 +242,7 @@ def _reserve(
         )
     source = Provenance(data=data, of_file=of_file)
     purpose = f"{len(questions)} statistics"
-    return attach(books, account or False, Counter(questions), purpose=purpose, source=source, facts=facts)
+    return attach(books, account or False, Counter(questions), purpose=purpose, source=source, facts=facts, run=answer)
 
 
 def _record(books: Ledger, reproducible: int | None) -> None:
@@ -512,9 +523,10 @@ def private_bound(
         folder.mkdir(parents=True, exist_ok=True)
     ledger, question = Ledger(None if folder is None else folder / "ledger.jsonl"), ExponentialMechanism(epsilon)
     facts = accounting.Facts(sampling="every-example", users=Users(sample="users", users=owned.users))
-    source = Provenance(data=None, of_file=of_file)
-    entry = attach(ledger, budget, {question: 1}, purpose="a bound on users' rows", source=source, facts=facts)
-    _open_choice(ledger, facts, owned.users, delta, entry)
+    source, answer = Provenance(data=None, of_file=of_file), new_answer()
+    purpose = "a bound on users' rows"
+    entry = attach(ledger, budget, {question: 1}, purpose=purpose, source=source, facts=facts, run=answer)
+    _open_choice(ledger, facts, owned.users, delta, answer, entry)
     ledger.ask(question, step=0, part=0, sensitivity=1.0)
     chosen = 1 + choose(
         bound_scores(owned.counts, share, largest).tolist(), 1.0, epsilon, Randomness.secret().stream("choice", 0)
@@ -523,7 +535,7 @@ def private_bound(
         write_json(folder / BOUND, {"rows": chosen, "epsilon": epsilon, "share": share, "largest": largest})
     ledger.finish({} if folder is None else {BOUND: sha256(folder / BOUND)})
     ledger.close()
-    return ChosenBound(chosen, epsilon)
+    return ChosenBound(chosen, epsilon, answer)
 
 
 def bound_scores(counts: np.ndarray, share: float, largest: int) -> np.ndarray:
@@ -536,7 +548,7 @@ def bound_scores(counts: np.ndarray, share: float, largest: int) -> np.ndarray:
 
 
 def _open_choice(
-    ledger: Ledger, facts: accounting.Facts, users: int, delta: float, entry: dict[str, object] | None
+    ledger: Ledger, facts: accounting.Facts, users: int, delta: float, answer: str, entry: dict[str, object] | None
 ) -> None:
     assert facts.users is not None
     told = {
@@ -548,6 +560,7 @@ def _open_choice(
         "schedule": "fixed",
         "adjacency": facts.users.adjacency,
         "users": facts.users.to_json(),
+        "answer": answer,
         **({} if entry is None else {"budget": entry}),
     }
     try:
@@ -571,10 +584,12 @@ def read_bound(folder: str | Path) -> ChosenBound:
         raise ValueError(f"{str(folder)!r} holds no {BOUND}: give a folder that `vestige bound` has written")
     verify(path)
     content = read_json(path / BOUND)
-    spent = read(path / "ledger.jsonl").spent(replays_are_free=False)
-    if spent != {ExponentialMechanism(content["epsilon"]): 1}:
+    history = read(path / "ledger.jsonl")
+    if history.spent(replays_are_free=False) != {ExponentialMechanism(content["epsilon"]): 1}:
         raise LedgerError(f"{path / BOUND} says epsilon {content['epsilon']}, which is not what its ledger has asked")
-    return ChosenBound(int(content["rows"]), float(content["epsilon"]))
+    facts = history.facts
+    answer = facts.get("answer") or facts.get("budget", {}).get("run") or history.head  # the former since 0.3
+    return ChosenBound(int(content["rows"]), float(content["epsilon"]), answer)
 
 
 def given_bound(asked: int | str | None) -> int | str | ChosenBound | None:

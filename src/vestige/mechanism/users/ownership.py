@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vestige.checks import check_delta, check_steps
+from vestige.priced_questions import new_answer
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import first_of_each
 from vestige.units import Users
@@ -257,6 +258,8 @@ class ChosenBound:
     rows: int
     epsilon: float
     """What the choice cost. What follows from it costs so much more."""
+    answer: str = field(default_factory=new_answer)
+    """Its name. Another choice, asked at another time, costs again, though it be of as many rows."""
 
 
 Most = int | str | ChosenBound | None
@@ -280,7 +283,7 @@ def facts_of_users(
     owned: Ownership, sample: str, rows_per_user: Most, cap: int | ChosenBound | None, delta: float | None
 ) -> Users:
     """What is public of these users, and how steps draw from them; ValueError where no theorem covers it."""
-    paid = sum(each.epsilon for each in {rows_per_user, cap} if isinstance(each, ChosenBound))
+    choices = {each.answer: float(each.epsilon) for each in (rows_per_user, cap) if isinstance(each, ChosenBound)}
     given = isinstance(rows_per_user, ChosenBound)  # it is not held against the counts
     rows_per_user = rows_per_user.rows if isinstance(rows_per_user, ChosenBound) else rows_per_user
     cap = cap.rows if isinstance(cap, ChosenBound) else cap
@@ -294,7 +297,13 @@ def facts_of_users(
         )
     several = owned.several
     found = Users(
-        sample=sample, rows_per_user=bound, cap=cap, users=owned.users, several_owners=several, choice_epsilon=paid
+        sample=sample,
+        rows_per_user=bound,
+        cap=cap,
+        users=owned.users,
+        several_owners=several,
+        choice_epsilon=sum(choices.values()),
+        choices=tuple(choices.items()),
     )
     if delta is not None:
         check_delta(delta)
