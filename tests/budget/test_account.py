@@ -16,10 +16,19 @@ from vestige.accounting.ledger import Ledger
 from vestige.budget import Account, Book, BookError, attach, pay, terms, usual
 from vestige.budget.book import State
 from vestige.budget.identity import RowSet, fingerprint, hashes_of, make_key
-from vestige.budget.spending import BLOCKS, Provenance, account_of, rows_file
+from vestige.budget.prices import total
+from vestige.budget.spending import BLOCKS, Provenance, Spending, account_of, rows_file
+from vestige.budget.summary import USERS, described
 from vestige.budget.verify import verify
 from vestige.methods.registry import METHODS
-from vestige.priced_questions import BudgetSpent, CyclicGaussian, Gaussian, GroupedGaussian, SampledGaussian
+from vestige.priced_questions import (
+    BudgetSpent,
+    CyclicGaussian,
+    ExponentialMechanism,
+    Gaussian,
+    GroupedGaussian,
+    SampledGaussian,
+)
 from vestige.units import Users
 
 X = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
@@ -356,6 +365,80 @@ def test_rows_are_entered_for_users_and_users_never_for_rows(tmp_path):
             source=Provenance(),
             facts=vestige.accounting.Facts(users=Users(sample="users")),
         )
+
+
+def test_the_choice_of_a_bound_is_charged_once_by_the_first_run_that_is_given_it(tmp_path):
+    book = book_on(tmp_path, unit="user", epsilon=20.0)
+    owners = np.arange(400) // 4
+    chosen = vestige.private_bound(owners, epsilon=0.5, largest=8)
+    choice, settings = ExponentialMechanism(0.5), {"users": owners, "rows_per_user": chosen}
+    for number in (1, 2):
+        train(book.path, **settings, out=tmp_path / f"run{number}").run()
+    loop(book.path, noise_multiplier=2.0, steps=1, **settings).close()
+    first, second, third = whole(book).state.reservations.values()
+    assert [each.asked[choice] for each in (first, second, third)] == [1, 0, 0]
+    asked = first.asked + second.asked + third.asked
+    assert whole(book).reading().epsilon_spent == book.state.filter().reading(total([asked], "zero-out"))
+    assert verify(book.path, [tmp_path / "run1", tmp_path / "run2"]).runs == 2
+    paid = vestige.private_bound(owners, epsilon=0.5, largest=8, budget=book.path)
+    train(book.path, users=owners, rows_per_user=paid, cap=chosen, steps=2).run()
+    assert list(whole(book).state.reservations.values())[-1].asked[choice] == 0
+    elsewhere = Book.create(tmp_path / "elsewhere", terms(8, 1e-5, unit="user"))
+    train(elsewhere.path, **settings, steps=2).run()
+    assert [each.asked[choice] for each in whole(elsewhere).state.reservations.values()] == [1], "another book has not"
+
+
+def test_a_book_that_does_not_hold_the_choice_refuses_the_run(tmp_path):
+    book = book_on(tmp_path, unit="user", epsilon=2.0)
+    owners = np.arange(400) // 4
+    chosen = vestige.private_bound(owners, epsilon=2.1, largest=8)
+    with pytest.raises(BudgetSpent, match="does not hold this run"):
+        train(book.path, users=owners, rows_per_user=chosen, steps=2, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_verification_finds_a_choice_that_was_not_charged(tmp_path, monkeypatch):
+    book = book_on(tmp_path, unit="user")
+    owners = np.arange(400) // 4
+    chosen = vestige.private_bound(owners, epsilon=0.5, largest=8)
+    with monkeypatch.context() as patched:
+        patched.setattr(Spending, "_unpaid_choices", lambda self: {})
+        train(book.path, users=owners, rows_per_user=chosen, steps=2, out=tmp_path / "run").run()
+    with pytest.raises(BookError, match="the choice of its bound on users' rows, at epsilon 0.5, was not charged"):
+        verify(book.path, [tmp_path / "run"])
+
+
+def test_the_users_of_a_book_are_those_of_one_column(tmp_path):
+    """What hides one visit does not hide a patient, who has several."""
+    book = book_on(tmp_path, unit="user")
+    visits = {"input": X, "label": Y, "patient": np.arange(400) // 4, "visit": np.arange(400)}
+
+    def by(column, **more):
+        data = {name: each for name, each in visits.items() if name in ("input", "label", column)}
+        train(
+            more.pop("budget", book.path), data=data, users=column, target="label", sample="users", steps=2, **more
+        ).run()
+
+    by("patient", out=tmp_path / "run")
+    with pytest.raises(ValueError, match="hid all rows of one 'patient'") as error:
+        by("visit")
+    assert "\n" not in str(error.value)
+    by("patient")
+    train(Account(book.path, user_column="patient"), users=visits["patient"], sample="users", steps=2).run()
+    with pytest.raises(ValueError, match="hid all rows of one 'patient'"):
+        vestige.private_bound(visits["visit"], epsilon=0.1, budget=Account(book.path, user_column="visit"))
+    assert USERS in described(book)["assumes"]
+    assert USERS not in described(Book.create(tmp_path / "rows", terms(8, 1e-5)))["assumes"]
+    assert verify(book.path, [tmp_path / "run"]).runs == 1
+
+
+def test_verification_finds_runs_by_several_columns_of_users(tmp_path):
+    """Two first runs that began at one time do not see each other."""
+    book = book_on(tmp_path, unit="user")
+    for column in ("patient", "visit"):
+        book.reserve({STEP: 1}, purpose="x", facts={"user_column": column})
+    with pytest.raises(BookError, match="several columns, patient, visit"):
+        verify(book.path)
 
 
 # --- other commands ---------------------------------------------------------------------------------------------------

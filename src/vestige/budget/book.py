@@ -183,6 +183,11 @@ class Reservation:
     def left(self) -> Counter[Question]:
         return self.plan - self.charged
 
+    def pays_for(self, answer: str, question: Question) -> bool:
+        """Whether it was charged for an answer, by its name: for asking it, or for the run that it was first given."""
+        named = answer == self.facts.get("run") or answer in self.facts.get("answers", ())
+        return named and (self.charged if self.asked is None else self.asked)[question] > 0
+
     def take(self, row: Row, blocks: bool = False) -> None:
         """Take in a row about it; with `blocks` each charge is kept, too."""
         kind = row["row"]

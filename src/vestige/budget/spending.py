@@ -11,7 +11,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from vestige.accounting.theorems import History
 from vestige.budget import prices
 from vestige.budget.book import Book
 from vestige.budget.identity import Hashes, RowSet, fingerprint, hashes_of, read_key, require_rows
-from vestige.priced_questions import BudgetSpent, Question
+from vestige.priced_questions import BudgetSpent, ExponentialMechanism, Question
 from vestige.units import Users
 
 VARIABLE = "VESTIGE_BUDGET"
@@ -60,6 +60,8 @@ class Account:
     rows_per_user: int | None = None
     """Of a run about rows in a book of users: the most rows that one user has."""
     person: str | None = None
+    user_column: str | None = None
+    """Of a book of users: the column that names them. Runs by another column are refused."""
     key: str | Path | None = None
     """The path of the data's key, if it is not the book's."""
     source: Provenance | None = None
@@ -89,6 +91,14 @@ def account_of(budget: Budget) -> Account | None:
     raise ValueError(f"budget={budget!r} must be the file of a book, or vestige.budget.Account(...)")
 
 
+def of_users(budget: Budget, user_column: str | None) -> Budget:
+    """The same account, by the column that names the users of a run, unless it says which."""
+    found = account_of(budget)
+    if found is None or found.user_column is not None:
+        return budget
+    return replace(found, user_column=user_column)
+
+
 class Spending:
     """A run's account while it runs. Its ledger calls `charge` before each question is answered."""
 
@@ -114,27 +124,54 @@ class Spending:
     def _for_book(self, asks: History) -> Counter[Question]:
         return prices.for_unit(asks, self._users, self.book.terms.unit, self.account.rows_per_user)
 
-    def reserve(self, path: Path | None, spent: History | None = None, rows: str | None = None, part: str = "") -> None:
+    def reserve(
+        self,
+        path: Path | None,
+        spent: History | None = None,
+        rows: str | None = None,
+        part: str = "",
+    ) -> None:
         """Reserve the plan, less what was spent of it before, or continue with what this run, or a person, reserved."""
         self._part = part
         facts: dict[str, object] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
         if rows is not None:
             facts["rows"] = rows
+        if self._users is not None and self.account.user_column is not None:
+            facts["user_column"] = self.account.user_column
         if self.account.rows_per_user is not None:
             facts["rows_per_user"] = self.account.rows_per_user
+        unpaid = self._unpaid_choices()
+        if unpaid:
+            facts["answers"] = list(unpaid)
+        choices = Counter(unpaid.values())
         book = self.book
         mine = (each for each in book.state.open.values() if each.facts.get("run") == self.run)
         held = next((each for each in mine if each.part in ("", part)), None)
         if held is not None and book.take_over(held.id, facts):
             self.reservation, self._asked, self._charged = held.id, Counter(held.charged), Counter(held.charged)
-            return
-        plan = self._for_book(self._plan - Counter(spent or {}))
-        if self.account.reservation is not None and not spent:
-            self.reservation = book.use(self.account.reservation, plan, purpose=self.purpose, facts=facts, part=part)
-            return
-        self.reservation = book.reserve(
-            plan, purpose=self.purpose, by=self.account.person, slot=self.account.slot, part=part, facts=facts
-        )
+        else:
+            plan = self._for_book(self._plan - Counter(spent or {})) + choices
+            by_hand, slot, person = self.account.reservation, self.account.slot, self.account.person
+            if by_hand is not None and not spent:
+                self.reservation = book.use(by_hand, plan, purpose=self.purpose, facts=facts, part=part)
+            else:
+                self.reservation = book.reserve(
+                    plan, purpose=self.purpose, by=person, slot=slot, part=part, facts=facts
+                )
+        if choices:
+            book.charge(self.reservation, choices)
+
+    def _unpaid_choices(self) -> dict[str, Question]:
+        """The choices of bounds on users' rows that this run was given and the book was not charged for, by name."""
+        if self._users is None or not self._users.choices:
+            return {}
+        choices = {answer: ExponentialMechanism(epsilon) for answer, epsilon in self._users.choices}
+        made, _ = Book(self.book.path, whole=True).listed()
+        return {
+            answer: question
+            for answer, question in choices.items()
+            if not any(each.pays_for(answer, question) for each in made)
+        }
 
     def charge(self, question: Question, ledger: tuple[int, str]) -> None:
         """Make sure that a question is in the book before it is asked; `BudgetSpent` where it is not admitted."""
@@ -207,9 +244,10 @@ def attach(
     """Charge a run's ledger to a book: reserve `planned` now, charge before each question, refund at `ledger.finish`.
 
     Nothing happens where `budget` is None and VESTIGE_BUDGET is not set. `facts` are those of the run's guarantee: a
-    run without one is refused. `beside` are further rows that it asks about. A resumed run gives its `run` and
-    what it has `spent`; `paid` is what this returned for questions that were charged before and are asked in this
-    ledger, too. Returns what the ledger's first row is to say about the book, under "budget".
+    run without one is refused; a bound on users' rows that was chosen for it is charged at once, unless the book was
+    charged for it before. `beside` are further rows that it asks about. A resumed run gives its `run` and what it has
+    `spent`; `paid` is what this returned for questions that were charged before and are asked in this ledger, too.
+    Returns what the ledger's first row is to say about the book, under "budget".
     """
     account = account_of(budget)
     if account is None:
@@ -220,6 +258,8 @@ def attach(
     known = [require_identity(book, account, each) for each in (source, *beside)]
     part = known[0].part if len({each.part for each in known}) == 1 else ""
     users = None if facts is None else facts.users
+    if users is not None and account.user_column is not None:
+        _require_same_users(book, account.user_column)
     before = _charged_before(book, paid) - Counter(spent or {})
     spending = Spending(book, account, Counter(planned) - before, purpose, users, run or secrets.token_hex(8), before)
     spending.reserve(ledger.path, spent, known[0].rows, part)
@@ -228,6 +268,17 @@ def attach(
         atexit.register(spending.finish)
     entry = {"book": book.state.id, "run": spending.run}
     return {**entry, "paid": paid["run"]} if paid is not None and paid["book"] == entry["book"] else entry
+
+
+def _require_same_users(book: Book, column: str) -> None:
+    """Refuse users of another column than the runs before: what hides one visit does not hide a patient."""
+    made, _ = Book(book.path, whole=True).listed()
+    first = next((each.facts["user_column"] for each in made if "user_column" in each.facts), column)
+    if first != column:
+        raise ValueError(
+            f"user_column={column!r}: the runs that {book.path} was charged for hid all rows of one {first!r}; name "
+            f"the users by the column {first!r}, or keep another book for {column!r}"
+        )
 
 
 def _charged_before(book: Book, paid: Mapping[str, str] | None) -> Counter[Question]:

@@ -24,6 +24,7 @@ PARTS = (
     "which part a row lies in, the parts' names and their sizes are public, and a run that is charged to one part read "
     "nothing of the others"
 )
+USERS = "all runs name the same users: the name of the column is compared, and ids that were given without one are not"
 
 
 def described(book: Book, last: int | None = None) -> dict[str, Any]:
@@ -60,7 +61,12 @@ def described(book: Book, last: int | None = None) -> dict[str, Any]:
             {"person": each.person, "note": each.note, "at": each.at, "epsilon": each.epsilon, "delta": each.delta}
             for each in entries
         ],
-        "assumes": [*ASSUMES, *([PARTS] if told.parts else []), *state.assumes],
+        "assumes": [
+            *ASSUMES,
+            *([PARTS] if told.parts else []),
+            *([USERS] if told.unit == "user" else []),
+            *state.assumes,
+        ],
     }
 
 

@@ -16,7 +16,7 @@ from vestige.budget import prices
 from vestige.budget.book import Book, Reading, Reservation, State, Terms
 from vestige.budget.filters import SlotPlan
 from vestige.budget.storage import BookError, BookFile, Row
-from vestige.priced_questions import PureLoss, Question
+from vestige.priced_questions import ExponentialMechanism, PureLoss, Question
 from vestige.units import Users
 
 ROUNDING = 1e-9
@@ -71,6 +71,9 @@ def verify(path: str | Path, runs: Sequence[str | Path] = (), head: str | None =
             state.take(row)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise BookError(f"{path}, line {number}: {error}") from error
+    columns = sorted({str(each.facts.get("user_column", "")) for each in state.reservations.values()} - {""})
+    if len(columns) > 1:
+        raise BookError(f"{path}: its runs hid users of several columns, {', '.join(columns)}: no user is all of them")
     made = [each for each in state.reservations.values() if each.charged]
     with_ledger = {each.id for each in made if "path" in each.facts}
     seen: set[str] = set()
@@ -211,17 +214,19 @@ def _check_charges(
             if history.heads[rows - 1 : rows] != [head]:
                 raise BookError(f"{run}: its ledger is not the one that was charged under {each.id}: cut or replaced")
     rows_per_user = next((each.facts["rows_per_user"] for each in own if "rows_per_user" in each.facts), None)
-    users = history.facts.get("users")
+    users = None if history.facts.get("users") is None else Users.from_json(history.facts["users"])
     unit = state.book_terms.unit
+    for answer, epsilon in () if users is None else users.choices:
+        choice = ExponentialMechanism(epsilon)
+        if not any(each.pays_for(answer, choice) for each in state.reservations.values()):
+            raise BookError(f"{run}: the choice of its bound on users' rows, at epsilon {epsilon:g}, was not charged")
     counted = sum((each.counted for each in (*own, *before)), Counter[Question]())
     waiting = sorted((block for each in own for block in each.blocks), key=lambda block: -block[0])
     asked, charged = Counter[Question](), sum((each.counted for each in before), Counter[Question]())
     for place, question in asks:
         while waiting and waiting[-1][0] <= place:
             charged.update(waiting.pop()[1])
-        [(same, _)] = prices.for_unit(
-            {question: 1}, None if users is None else Users.from_json(users), unit, rows_per_user
-        ).items()
+        [(same, _)] = prices.for_unit({question: 1}, users, unit, rows_per_user).items()
         asked[same] += 1
         if asked[same] > charged[same]:
             raise BookError(

@@ -41,7 +41,7 @@ def bound(
     from vestige.training.private_statistics import private_bound
 
     ids = tasks.users_of(data, user_column)
-    paid_by = None if budget is None else Account(budget, derived_from=data)
+    paid_by = None if budget is None else Account(budget, derived_from=data, user_column=user_column)
     asked = {"epsilon": epsilon, "share": share, "largest": largest, "delta": delta}
     found = private_bound(ids, **asked, out=out, budget=paid_by)  # type: ignore[arg-type]
     if as_json:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige import tasks
-from vestige.budget.spending import Budget, account_of
+from vestige.budget.spending import Budget, account_of, of_users
 from vestige.checks import check_steps, renamed, secure_mode
 from vestige.finetuning.pretrained_models import (
     Checkpoint,
@@ -187,7 +187,8 @@ def _account(job: FineTuning) -> Budget:
         if found is None and getattr(job, name) is not None:
             raise ValueError(f"{name}={getattr(job, name)!r} is about a book: give budget=BOOK, too")
     source = tasks.source_of(None, job.data)
-    return found and replace(found, derived_from=job.derived_from, slot=job.slot, source=source)
+    found = found and replace(found, derived_from=job.derived_from, slot=job.slot, source=source)
+    return of_users(found, job.user_column)
 
 
 def request_of(job: FineTuning) -> dict[str, object]:

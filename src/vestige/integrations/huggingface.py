@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from vestige.budget.spending import Budget, account_of
+from vestige.budget.spending import Budget, account_of, of_users
 from vestige.files import read_tensors, write_json, write_tensors
 from vestige.integrations.model_card import keep_base_config, model_card, state_in
 from vestige.integrations.privacy_arguments import PrivacyArguments
@@ -214,7 +214,8 @@ class PrivateTrainerMixin(Base):
     def _account(self) -> Budget:
         """Which book pays."""
         found = account_of(self.privacy_args.budget)
-        return found and replace(found, derived_from=self.privacy_args.derived_from)
+        found = found and replace(found, derived_from=self.privacy_args.derived_from)
+        return of_users(found, self.privacy_args.user_column)
 
     def _users(self) -> object:
         """Whose each row is, by the column that was named."""

@@ -15,7 +15,7 @@ import numpy as np
 from vestige import accounting, tasks
 from vestige.accounting.ledger import Ledger
 from vestige.assumptions import ADJACENCY, Status, record
-from vestige.budget.spending import Provenance, account_of, attach, continued
+from vestige.budget.spending import Provenance, account_of, attach, continued, of_users
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
 from vestige.files import write_json
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
@@ -199,7 +199,7 @@ class TableRun:
         source = tasks.source_of(None, str(job.data)) if in_file else Provenance(data=job.data)
         return attach(
             self.ledger,
-            False if account is None else replace(account, slot=job.slot or account.slot),
+            of_users(False if account is None else replace(account, slot=job.slot or account.slot), job.user_column),
             accounting.history_of_runs(self.plan.runs()),
             purpose=f"synthesize by {job.method}",
             source=source or Provenance(),

@@ -13,7 +13,7 @@ import torch
 
 from vestige import assumptions, tasks
 from vestige import layerwise_scaling as balances
-from vestige.budget.spending import Budget, account_of
+from vestige.budget.spending import Budget, account_of, of_users
 from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed, secure_mode
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
@@ -167,7 +167,8 @@ def account(job: Job) -> Budget:
                 raise ValueError(f"{name}={getattr(job, name)!r} is about a book: give budget=BOOK, too")
         return None
     table = job.task if job.table is None else None
-    return replace(found, derived_from=job.derived_from, slot=job.slot, source=tasks.source_of(table, job.data))
+    found = replace(found, derived_from=job.derived_from, slot=job.slot, source=tasks.source_of(table, job.data))
+    return of_users(found, job.user_column)
 
 
 def start(

@@ -23,7 +23,7 @@ from vestige import accounting, assumptions
 from vestige.accounting.ledger import Budget as Limit
 from vestige.accounting.ledger import LedgerError
 from vestige.accounting.odometers_and_filters import FilteredBudget, Reserving
-from vestige.budget.spending import Budget, Provenance, attach, continued
+from vestige.budget.spending import Budget, Provenance, attach, continued, of_users
 from vestige.checks import RowsNotApart, check_number, check_steps, renamed
 from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.bookkeeping import BookKeeping
@@ -216,6 +216,7 @@ def train(
         model.to(device)
     if isinstance(loss, type):
         loss = loss()
+    budget = of_users(budget, users if isinstance(users, str) else None)
     if is_frame(data):
         data, target, users = columns_of(data, target, users)
     sinks = [log_to] if isinstance(log_to, str) else list(log_to)
