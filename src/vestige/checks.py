@@ -23,6 +23,18 @@ def check_number(name: str, value: object, finite: bool = True) -> None:
     require(name, value, not finite or isfinite(value), "be finite")  # type: ignore[arg-type]
 
 
+def require_line(name: str, value: object) -> None:
+    """Refuse names and notes that would not show as they are: in a terminal, a table, a page."""
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError(f"{name}={value!r} must be one line of printable text")
+
+
+def check_share_of_delta(name: str, value: object) -> None:
+    """A delta that others are added to: zero or more, since one below it would let others exceed theirs."""
+    check_number(name, value)
+    require(name, value, 0 <= value < 1, "lie in [0, 1)")  # type: ignore[operator]
+
+
 def require(name: str, value: object, holds: bool, must: str) -> None:
     if not holds:
         raise ValueError(f"{name}={value} must {must}")

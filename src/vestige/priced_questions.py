@@ -6,9 +6,10 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from math import inf
+from numbers import Integral
 from typing import Any, ClassVar
 
-from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number
+from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number, require
 
 LARGEST_GROUP = 10_000
 """Rows of one user in a step whose number is followed one by one."""
@@ -29,9 +30,15 @@ class Question:
         Question.kinds[cls.kind] = cls
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name.endswith(("rate", "multiplier", "threshold", "half_range")):
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if each.type == "float":
                 check_number(name, value, finite=False)
+            elif each.type == "str":
+                require(name, value, isinstance(value, str), "be text")
+            elif each.type == "int" or (each.type == "int | None" and value is not None):
+                whole = isinstance(value, Integral) and not isinstance(value, bool)
+                require(name, value, whole, "be a whole number")
             if name.endswith("rate") and not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be a probability: the chance that one example is included")
             if name.endswith("multiplier") and not value >= 0:
@@ -54,10 +61,15 @@ class Question:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Question:
-        cls = Question.kinds.get(row.get("kind", ""))
+        """A question as `to_json` wrote it; ValueError where the row is none."""
+        kind = row.get("kind") if isinstance(row, dict) else None
+        cls = Question.kinds.get(kind) if isinstance(kind, str) else None
         if cls is None:
-            raise ValueError(f"unknown kind of question {row.get('kind')!r}; known: {', '.join(Question.kinds)}")
-        return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row or f.default is MISSING})
+            raise ValueError(f"unknown kind of question {kind!r}; known: {', '.join(Question.kinds)}")
+        for each in fields(cls):
+            if each.name not in row and each.default is MISSING:
+                raise ValueError(f"{each.name!r} is missing")
+        return cls(**{each.name: row[each.name] for each in fields(cls) if each.name in row})
 
 
 @dataclass(frozen=True)
@@ -236,6 +248,7 @@ class PureLoss(Question):
     epsilon: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.epsilon < inf:
             raise ValueError(f"epsilon={self.epsilon} must be a number, zero or more: the loss of one answer")
 

@@ -1,6 +1,8 @@
 """Does what a book admits stay within its epsilon, whatever depends on the answers?"""
 
+import json
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import exp, inf, isclose, log
@@ -15,8 +17,11 @@ from scipy.stats import norm
 from vestige import accounting
 from vestige.accounting import rdp
 from vestige.accounting.theorems import THEOREMS, curves
-from vestige.budget import Book, Slot, prices, slots_of, terms, usual
+from vestige.budget import Book, BookError, Slot, prices, slots_of, terms, usual
+from vestige.budget.book import State
 from vestige.budget.filters import RenyiFilter, Weights
+from vestige.budget.storage import sealed
+from vestige.budget.verify import verify
 from vestige.priced_questions import (
     AllocatedGaussian,
     BudgetSpent,
@@ -341,15 +346,56 @@ def test_slots_are_spent_whole_and_come_back_only_where_nothing_was_asked(tmp_pa
         ([], "list of slots"),
         ({"name": "x"}, "list of slots"),
         ([3], "number 1 is not an object"),
-        ([{"name": "x", "steps": 3}], "'x' has steps; give sample_rate, noise_multiplier and steps"),
+        ([{"name": "x", "steps": 3}], "'x': it has steps; give sample_rate, noise_multiplier and steps"),
         ([{"name": "x", "sample_rate": 2, "noise_multiplier": 1, "steps": 3}], "must be a probability"),
         ([{"name": "x", "epsilon": 1, "times": 0}], "times of 'x'=0 must be a whole number"),
         ([{"name": "x", "epsilon": 1}, {"name": "x", "epsilon": 1}], "same name"),
+        ([{"name": "x", "epsilon": 1, "delta": -0.5}], r"delta of 'x'=-0.5 must lie in \[0, 1\)"),
+        ([{"name": "x", "epsilon": 1, "delta": 1}], r"delta of 'x'=1 must lie in \[0, 1\)"),
+        ([{"name": "x", "epsilon": 1, "delta": "0.1"}], "delta of 'x'=0.1 must be a number"),
+        ([{"name": "x", "epsilon": "y"}], "'x': epsilon=y must be a number"),
+        ([{"name": "x", "epsilon": float("nan")}], "epsilon=nan must be a number, zero or more"),
+        ([{"name": "x", "sample_rate": "y", "noise_multiplier": 1, "steps": 5}], "'x': rate=y must be a number"),
+        ([{"name": "x", "questions": [5]}], "'x': unknown kind of question None"),
+        ([{"name": "x", "questions": [{"kind": ["y"]}]}], r"'x': unknown kind of question \['y'\]"),
+        ([{"name": "x", "questions": [{"kind": "gaussian"}]}], "'x': 'multiplier' is missing"),
+        (
+            [{"name": "x", "questions": [{"kind": "gaussian", "multiplier": 1, "count": "2"}]}],
+            "'x': count=2 must be a w",
+        ),
+        (
+            [{"name": "x", "questions": [{"kind": "cyclic-gaussian", "rate": 0.1, "multiplier": 1, "bands": "4"}]}],
+            "bands=4",
+        ),
+        ([{"name": ["x"], "epsilon": 1}], r"name=\['x'\] must be one line of printable text"),
     ],
 )
 def test_slots_that_are_wrong(content, problem):
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError, match=problem) as error:
         slots_of(content)
+    assert "\n" not in str(error.value)
+
+
+def test_a_book_whose_slots_have_a_negative_delta_is_no_book(tmp_path):
+    """One delta below zero would give the other slots more than the book's."""
+    told = terms(8.0, 1e-5, slots=tuple(slots_of([{"epsilon": 0.1, "delta": 1e-7}, {"epsilon": 0.2}])))
+    Book.create(tmp_path / "book", told)
+    row = json.loads((tmp_path / "book").read_text())
+    del row["hash"]
+    row["slots"][0]["delta"] = -0.5
+    (tmp_path / "forged").write_bytes(sealed(row)[0])
+    for reading in (Book, verify):
+        with pytest.raises(BookError, match=r"delta of 'slot 1'=-0.5 must lie in \[0, 1\)"):
+            reading(tmp_path / "forged")
+
+
+def test_a_book_that_has_spent_more_than_its_epsilon_fails_verification(tmp_path, monkeypatch):
+    book = Book.create(tmp_path / "book", terms(1.0, 1e-5))
+    verify(book.path)
+    reading = book.reading()
+    monkeypatch.setattr(State, "reading", lambda self: replace(reading, epsilon_spent=1.001))
+    with pytest.raises(BookError, match=r"epsilon 1.0010 is spent, beyond the book's 1"):
+        verify(book.path)
 
 
 def test_slots_of_all_kinds():

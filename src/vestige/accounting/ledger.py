@@ -91,7 +91,7 @@ def _statistics(value: Any) -> bool:
         return False
     try:
         return all(Question.from_json(row) for row in asked)
-    except (KeyError, TypeError, ValueError):
+    except ValueError:
         return False
 
 
@@ -432,9 +432,8 @@ def _check_form(path: Path, number: int, row: dict[str, object]) -> None:
 def _question(path: Path, number: int, row: dict[str, object]) -> Question:
     try:
         return Question.from_json(row)
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise LedgerError(f"{path}, line {number}: {what}") from error
+    except ValueError as error:
+        raise LedgerError(f"{path}, line {number}: {' '.join(str(error).split())}") from error
 
 
 def _check_chain(path: Path, number: int, row: dict[str, object], history: LedgerHistory | None) -> None:

@@ -22,7 +22,7 @@ from vestige.budget import prices
 from vestige.budget.filters import RenyiFilter, Slot, SlotPlan, Weights
 from vestige.budget.person_and_process import has_ended, person, this_process
 from vestige.budget.storage import Appending, BookError, BookFile, Row
-from vestige.checks import check_delta, check_epsilon, check_number, require
+from vestige.checks import check_delta, check_epsilon, check_number, check_share_of_delta, require, require_line
 from vestige.priced_questions import BudgetSpent, Gaussian, PureLoss, Question, SampledGaussian
 
 VERSION = 1
@@ -259,6 +259,9 @@ class External:
     delta: float
     slot: int | None = None
     part: str = ""
+
+    def __post_init__(self) -> None:
+        check_share_of_delta("delta", self.delta)
 
     @staticmethod
     def from_json(row: Row) -> External:
@@ -650,9 +653,8 @@ class Book:
         its Renyi curve is that of randomized response, and the deltas add up to no more than was set aside for them.
         """
         check_number("epsilon", epsilon)
-        check_number("delta", delta)
         require("epsilon", epsilon, epsilon >= 0, "not be negative")
-        require("delta", delta, 0 <= delta < 1, "lie in [0, 1)")
+        check_share_of_delta("delta", delta)
         who, asks = by or person(), Counter[Question]({PureLoss(float(epsilon)): 1})
         require_line("note", note)
         require_line("person", who)
@@ -874,12 +876,6 @@ def _noisier(plan: History, reading: Callable[[Counter[Question]], float], epsil
         return None
     share = _largest(lambda share: not fits(1 + share * (MOST_NOISE - 1)))
     return ceil(100 * (1 + share * (MOST_NOISE - 1)) + 1) / 100
-
-
-def require_line(name: str, value: str) -> None:
-    """Refuse names and notes that would not show as they are: in a terminal, a table, a page."""
-    if not value.strip() or not value.isprintable():
-        raise ValueError(f"{name}={value!r} must be one line of printable text")
 
 
 def now() -> str:

@@ -21,7 +21,7 @@ from vestige.accounting.meaning.replacing import replacing
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History
 from vestige.budget import prices
-from vestige.checks import check_number, check_steps, require
+from vestige.checks import check_number, check_share_of_delta, check_steps, require, require_line
 from vestige.priced_questions import Gaussian, PureLoss, Question, SampledGaussian
 
 NEARLY = 0.96
@@ -114,6 +114,10 @@ class Slot:
     delta: float = 0.0
     """Of a mechanism outside Vestige: its own delta."""
 
+    def __post_init__(self) -> None:
+        require_line("slots: name", self.name)
+        check_share_of_delta(f"slots: delta of {self.name!r}", self.delta)
+
     def to_json(self) -> dict[str, object]:
         return {"name": self.name, "asks": prices.to_json(self.asks), **({"delta": self.delta} if self.delta else {})}
 
@@ -134,27 +138,31 @@ def slots_of(content: object) -> list[Slot]:
         row = dict(row)
         name, times = row.pop("name", f"slot {number}"), row.pop("times", 1)
         check_steps(times, f"slots: times of {name!r}")
-        asks, delta = _asks(row, name)
+        try:
+            asks, delta = _asks(row)
+        except ValueError as error:
+            raise ValueError(f"slots: {name!r}: {error}") from error
         found += [Slot(name if times == 1 else f"{name} {turn}", asks, delta) for turn in range(1, times + 1)]
     if len({slot.name for slot in found}) != len(found):
         raise ValueError("slots: two have the same name; give each its own")
     return found
 
 
-def _asks(row: dict[str, Any], name: str) -> tuple[Counter[Question], float]:
+def _asks(row: dict[str, Any]) -> tuple[Counter[Question], float]:
     if set(row) == {"sample_rate", "noise_multiplier", "steps"}:
-        check_steps(row["steps"], f"slots: steps of {name!r}")
+        check_steps(row["steps"])
         return Counter({SampledGaussian(row["sample_rate"], row["noise_multiplier"]): row["steps"]}), 0.0
     if set(row) in ({"epsilon"}, {"epsilon", "delta"}):
-        return Counter({PureLoss(row["epsilon"]): 1}), float(row.get("delta", 0.0))
+        return Counter({PureLoss(row["epsilon"]): 1}), row.get("delta", 0.0)
     if set(row) == {"questions"} and isinstance(row["questions"], list):
         asks: Counter[Question] = Counter()
         for each in row["questions"]:
-            each = dict(each)
-            asks[Question.from_json({k: v for k, v in each.items() if k != "count"})] += each.get("count", 1)
+            question, count = Question.from_json(each), each.get("count", 1)
+            check_steps(count, "count")
+            asks[question] += count
         return asks, 0.0
     raise ValueError(
-        f"slots: {name!r} has {', '.join(sorted(row)) or 'nothing'}; give sample_rate, noise_multiplier and steps, or "
+        f"it has {', '.join(sorted(row)) or 'nothing'}; give sample_rate, noise_multiplier and steps, or "
         "questions, or epsilon and delta"
     )
 

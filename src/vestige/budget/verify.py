@@ -86,9 +86,12 @@ def verify(path: str | Path, runs: Sequence[str | Path] = (), head: str | None =
             f"{path}: {held.id} ({held.purpose}, {held.person}) was charged, and its run is missing: give "
             f"{held.facts['path']}, too"
         )
+    reading = state.reading()
+    if max(reading.epsilon_spent, reading.epsilon_reserved) > reading.epsilon * (1 + ROUNDING):
+        raise BookError(f"{path}: epsilon {reading.epsilon_spent:.4f} is spent, beyond the book's {reading.epsilon:g}")
     entries = [f"{each.note} ({each.person})" for each in state.externals]
     without = [f"{each.id} ({each.purpose}, {each.person})" for each in made if each.id not in with_ledger | seen]
-    return Verdict(state.reading(), file.head, file.count, len(runs), (*without, *entries), tuple(missing))
+    return Verdict(reading, file.head, file.count, len(runs), (*without, *entries), tuple(missing))
 
 
 def _require_head(path: Path, head: str) -> None:
