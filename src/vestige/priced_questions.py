@@ -14,9 +14,16 @@ from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number
 LARGEST_GROUP = 10_000
 """Rows of one user in a step whose number is followed one by one."""
 
+LARGEST_POPULATION = 10**12
+"""Rows that binomial numbers are computed of (`accounting.samplings.binomial`)."""
+
 
 class BudgetSpent(Exception):
     """The next question would exceed the budget, so it was neither charged nor answered."""
+
+
+def require_countable(name: str, rows: int) -> None:
+    require(name, rows, rows <= LARGEST_POPULATION, f"be at most {LARGEST_POPULATION:g}: more rows are not priced")
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ class TruncatedGaussian(Question):
         for name in ("most", "population"):
             if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
                 raise ValueError(f"{name}={getattr(self, name)} must be a whole number, at least 1")
+        require_countable("population", self.population)
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,7 @@ class GroupedGaussian(Question):
         for name, value in (("rows_per_user", self.group), ("cap", self.cap)):
             if not (value is None and name == "cap") and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name}={value} must be a whole number, at least 1")
+        require_countable("rows_per_user", self.group)
         if self.most > LARGEST_GROUP:
             raise ValueError(
                 f"rows_per_user={self.group}: rows of one user are priced up to {LARGEST_GROUP} in a step; bound them, "

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dp_accounting import dp_event, pld
 from scipy.special import logsumexp
-from scipy.stats import norm
+from scipy.stats import norm, poisson
 
 from vestige.accounting import Facts, calibrate, epsilon, group_epsilon, guarantee, guarantee_of_user, history_of_user
 from vestige.accounting.composition import epsilon_of, grid_step, loss_distribution
@@ -111,6 +111,23 @@ def test_profile_is_the_mixtures(question):
             exact = float(np.maximum(one - exp(loss) * other, 0).sum() * step)
             found = float(bound(np.array([loss]))[0])
             assert found == pytest.approx(exact, abs=2e-7)  # the grid misses the kink by so much
+
+
+@pytest.mark.parametrize(("group", "mean"), [(2**31 + 1, 2.0), (10**10, 2.0), (10**12, 0.1)])
+def test_very_many_rows_of_which_few_join(group, mean):
+    """As often as Poisson's law says, whose numbers of rows these are."""
+    question, chances = GroupedGaussian(mean / group, 1.0, group, 3), poisson.pmf([0, 1, 2], mean)
+    weights = [*chances[1:], 1 - chances.sum()]
+    counts, logs, lost = contributions(question, 0.0)
+    assert (list(counts), lost) == ([1, 2, 3], 0)
+    assert np.exp(logs) == pytest.approx(weights, rel=1e-8)
+    grid = np.linspace(-10, 14, 24_001)
+    with_user = sum(each * norm.pdf(grid, k, 1.0) for k, each in enumerate([chances[0], *weights]))
+    for loss in (0.0, 0.5, 1.5):
+        exact = float(np.maximum(with_user - exp(loss) * norm.pdf(grid), 0).sum() * (grid[1] - grid[0]))
+        assert float(profile(question).remove(np.array([loss]))[0]) == pytest.approx(exact, abs=2e-7)
+    with pytest.raises(ValueError, match="must be at most 1e"):
+        GroupedGaussian(1e-15, 1.0, 10**15, 3)
 
 
 @pytest.mark.parametrize("question", CASES)

@@ -4,11 +4,13 @@ from itertools import product
 from math import comb, exp, pi, sqrt
 
 import dp_accounting
+import mpmath
 import numpy as np
 import pytest
 
 from histories import DELTA
 from vestige.accounting import epsilon
+from vestige.accounting.samplings.binomial import tail
 from vestige.accounting.samplings.truncation import crowding, profile
 from vestige.priced_questions import SampledGaussian, TruncatedGaussian
 
@@ -83,4 +85,43 @@ def test_how_often_a_batch_is_full_and_the_example_kept():
     full = joined[:, 1:].sum(axis=1) >= 5
     kept = joined[:, 0] & full & (draw.random(400_000) < 5 / np.maximum(joined.sum(axis=1), 1))
     found = full.mean(), kept.sum() / full.sum()
-    assert crowding(question) == pytest.approx(found, abs=4e-3)
+    assert crowding(question) == pytest.approx((1 - found[0], *found), abs=4e-3)
+
+
+def exact_tail(most, trials, rate):
+    """Pr[X > most], to forty digits."""
+    with mpmath.workdps(60):
+        n, p = mpmath.mpf(trials), mpmath.mpf(rate)
+        term = mpmath.binomial(n, most + 1) * p ** (most + 1) * mpmath.exp((n - most - 1) * mpmath.log1p(-p))
+        total, at = term, most + 1
+        while at < trials and term > total * mpmath.mpf(10) ** -40:
+            term *= (n - at) / (at + 1) * p / (1 - p)
+            total, at = total + term, at + 1
+        return float(total)
+
+
+@pytest.mark.parametrize("trials", [6, 1000, 2**31 - 1, 2**31, 5 * 10**9, 10**12])
+def test_tails_of_any_number_of_rows(trials):
+    for mean, most in ((1e-3, 0), (2.0, 1), (2.0, 4), (200.0, 150), (200.0, 201), (200.0, 300)):
+        if most < trials and mean < trials:
+            found = exact_tail(most, trials, mean / trials)
+            assert tail(most, trials, mean / trials) == pytest.approx(found, rel=1e-11)
+
+
+@pytest.mark.parametrize("population", [10**6, 2**31 + 1, 5 * 10**9, 10**12])
+@pytest.mark.parametrize("most", [200, 230])
+def test_few_of_very_many_rows_fill_a_batch_as_often_as_they_do(population, most):
+    rate = 200 / population
+    full = exact_tail(most - 1, population - 1, rate)
+    kept = exact_tail(most, population, rate) * most / population / full
+    found = crowding(TruncatedGaussian(rate, 0.5, most, population))
+    for bound, value in zip(found, (1 - full, full, min(rate, kept)), strict=True):
+        assert value <= bound <= value * (1 + 1e-7)
+
+
+def test_the_price_falls_with_the_number_of_rows_whatever_it_is():
+    numbers = [10**6, 10**9, 2**31 - 1, 2**31 + 1, 5 * 10**9, 10**12]
+    priced = [epsilon({TruncatedGaussian(1000 / n, 0.5, 1000, n): 300}, 1e-8, "rdp") for n in numbers]
+    assert priced == sorted(priced, reverse=True)
+    with pytest.raises(ValueError, match="population=1000000000001 must be at most 1e\\+12"):
+        TruncatedGaussian(1e-9, 0.5, 1000, 10**12 + 1)

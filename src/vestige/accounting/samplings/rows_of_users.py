@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import bdtrc, gammaln, log_ndtr, ndtr, xlog1py, xlogy
+from scipy.special import log_ndtr, ndtr, xlog1py
 
 from vestige.accounting import rdp
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array, log_sum
+from vestige.accounting.samplings.binomial import log_probabilities, tail
 from vestige.lazy_scipy import brentq
 from vestige.priced_questions import GroupedGaussian
 
@@ -31,11 +32,10 @@ def contributions(question: GroupedGaussian, negligible: float) -> tuple[Array, 
     more than those; the latter is 0 where all are listed."""
     group, rate, most = question.group, question.rate, question.most
     counts = np.arange(1.0, most + 1)
-    choose = gammaln(group + 1) - gammaln(counts + 1) - gammaln(group - counts + 1)
-    logs = np.asarray(choose + xlogy(counts, rate) + xlog1py(group - counts, -rate))
+    logs = log_probabilities(counts, group, rate)
     if most < group:
         with np.errstate(divide="ignore"):
-            logs[-1] = np.logaddexp(logs[-1], np.log(bdtrc(most, group, rate)))  # at least so many joined
+            logs[-1] = np.logaddexp(logs[-1], np.log(tail(most, group, rate)))  # at least so many joined
     beyond = np.concatenate([np.cumsum(np.exp(logs)[::-1])[::-1][1:], [0.0]])
     kept = int(np.argmax(beyond <= negligible)) + 1 if negligible else most
     return counts[:kept], logs[:kept], float(beyond[kept - 1])
@@ -52,7 +52,7 @@ def profile(question: GroupedGaussian) -> Profile:
     if simple is not None:
         return sampled_gaussian(*simple)
     counts, logs, lost = contributions(question, NEGLIGIBLE)
-    scale, weights, joins = question.multiplier, np.exp(logs), 1 - (1 - question.rate) ** question.group
+    scale, weights, joins = question.multiplier, np.exp(logs), -np.expm1(xlog1py(question.group, -question.rate))
     crossing = _crossings(counts, logs, scale)
 
     def parts(loss: Array) -> tuple[Array, Array]:

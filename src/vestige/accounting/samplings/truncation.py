@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import bdtrc
 
 from vestige.accounting import rdp
 from vestige.accounting.profiles import Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array
+from vestige.accounting.samplings.binomial import ROUNDING, tail
 from vestige.priced_questions import TruncatedGaussian
 
 
-def crowding(question: TruncatedGaussian) -> tuple[float, float]:
-    """The probability that the others fill the batch, and that the example is then kept."""
+def crowding(question: TruncatedGaussian) -> tuple[float, float, float]:
+    """The probabilities that the others leave room, that they fill the batch, and that the example is then kept: each
+    is not less than it is."""
     rate, most, population = question.rate, question.most, question.population
-    full = float(bdtrc(most - 1, population - 1, rate)) if most < population else 0.0
+    full = tail(most - 1, population - 1, rate) if most < population else 0.0
     if full == 0:
-        return 0.0, 0.0
-    return full, min(rate, float(bdtrc(most, population, rate)) * most / population / full)
+        return 1.0, 0.0, 0.0
+    kept = tail(most, population, rate) * most / population / full
+    return 1 - full * (1 - ROUNDING), full * (1 + ROUNDING), min(rate, kept * (1 + 3 * ROUNDING))
 
 
 def profile(question: TruncatedGaussian) -> Profile:
@@ -35,17 +37,17 @@ def profile(question: TruncatedGaussian) -> Profile:
     many had joined, and the example takes the place of one of them with a probability that does not depend on which
     they are (Ganesh 2025, 2508.15089; the mixture of two public cases is jointly convex).
     """
-    full, kept = crowding(question)
+    room, full, kept = crowding(question)
     free = sampled_gaussian(question.rate, question.multiplier)
     if full == 0:
         return free
     taken = sampled_gaussian(kept, question.multiplier / 2)
 
     def remove(loss: Array) -> Array:
-        return (1 - full) * free.remove(loss) + full * taken.remove(loss)
+        return room * free.remove(loss) + full * taken.remove(loss)
 
     def add(loss: Array) -> Array:
-        return (1 - full) * free.add(loss) + full * taken.add(loss)
+        return room * free.add(loss) + full * taken.add(loss)
 
     reach = max(free.remove_reach, taken.remove_reach), max(free.add_reach, taken.add_reach)
     return Profile(remove, add, *reach)
@@ -58,11 +60,11 @@ def curves(questions: Sequence[TruncatedGaussian]) -> Array:
     """
     result = []
     for question in questions:
-        full, kept = crowding(question)
+        room, full, kept = crowding(question)
         rates, multipliers = [question.rate, kept], [question.multiplier, question.multiplier / 2]
         free, taken = rdp.curves(rates, multipliers)
         with np.errstate(divide="ignore"):
-            logs = np.log1p(-full) + (ORDERS - 1) * free, np.log(full) + (ORDERS - 1) * taken
+            logs = np.log(room) + (ORDERS - 1) * free, np.log(full) + (ORDERS - 1) * taken
         result.append(free if full == 0 else np.logaddexp(*logs) / (ORDERS - 1))
     assert not any(np.isnan(curve).any() for curve in result)
     return np.stack(result)
