@@ -91,7 +91,8 @@ def test_a_run_that_is_not_finished_has_a_card_of_what_it_cost_so_far(tmp_path):
             break
     training.ledger.close()
     page = vestige.model_card(tmp_path / "run")
-    assert "The run is not finished" in page
+    assert "This run is not finished, and this is no statement about a model" in page
+    assert "This model" not in page
     assert "| Steps | 4 of 9 planned; 4 questions charged |" in page
 
 

@@ -90,14 +90,52 @@ def test_a_ledger_cut_short_is_no_finished_run(finished):
     (finished / "ledger.jsonl").write_text("".join(rows[:10]))
     (finished / "result.json").unlink()
     (finished / "checkpoint.pt").unlink()
+    with pytest.raises(LedgerError, match="rows were cut from the ledger"):
+        verify(finished)
+    for words in (("verify", "--unfinished"), ("card",), ("report",)):
+        code, out, error = command(words[0], finished, *words[1:])
+        assert (code, out, "records.jsonl has step" in error) == (1, "", True)
+    (finished / "records.jsonl").unlink()
+    code, out, error = command("card", finished)
+    assert (code, out, "model.pt is there, which a run writes when it ends" in error) == (1, "", True)
+    (finished / "model.pt").unlink()
     with pytest.raises(LedgerError, match="this run is not finished"):
         verify(finished)
-    code, out, error = command("verify", finished)
-    assert code == 1
-    assert "not finished" in error
     code, out, error = command("verify", finished, "--unfinished")
     assert code == 0
     assert "this run is not finished" in out
+    assert "This model" not in command("card", finished)[1]
+
+
+@pytest.mark.parametrize("when", ["before the next question", "before the result"])
+def test_a_run_that_was_killed_verifies_as_unfinished_and_can_be_resumed(tmp_path, monkeypatch, when):
+    from vestige.training import run_folder
+
+    out, saved = tmp_path / "run", tmp_path / "saved"
+    if when == "before the result":
+        kept = run_folder.write_json
+        monkeypatch.setattr(
+            run_folder,
+            "write_json",
+            lambda path, content: shutil.copytree(out, saved) if path.stem == "result" else kept(path, content),
+        )
+        for _ in start(out):
+            pass
+        monkeypatch.undo()
+        assert (saved / "model.pt").exists()
+        assert not (saved / "result.json").exists()
+    else:
+        training = start(out)
+        for record in training:
+            if record.step == 4:
+                break
+        training.ledger.close()
+        shutil.copytree(out, saved)
+    assert not verify(saved, unfinished=True).finished
+    assert "This model" not in command("card", saved)[1]
+    for _ in start(saved, resume=True):
+        pass
+    assert verify(saved).finished
 
 
 def test_a_run_that_was_left_says_what_it_cost_so_far(tmp_path):

@@ -221,14 +221,19 @@ def _headline(run: _Account) -> str:
         would = promise.epsilon_if_noise_were_secret
         also = "" if would is None else f" Epsilon would be {would:.4g} if the noise were secret."
         return f"**No epsilon holds for this model**: {escaped('; '.join(promise.reasons))}.{also}"
-    so_far = " The run is not finished: this is what it has cost so far." if run.finished is False else ""
+    if run.finished is False:
+        return (
+            "**This run is not finished, and this is no statement about a model.** What its ledger holds so far costs "
+            f"epsilon {_upwards(promise.epsilon):g} at delta {promise.delta:g}, for {change}; nothing tells whether "
+            "rows were cut from it."
+        )
     what, whole = "This model was trained", "the model"
     if run.facts.get("synthesis") is not None:
         what, whole = f"These {run.facts['synthesis']} were made", "them"
     return (
         f"{what} with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
         f"{promise.delta:g}**, for {change}. Whoever sees {whole}, and everything released on the way to it, "
-        f"learns almost the same as if {gone}.{so_far}"
+        f"learns almost the same as if {gone}."
     )
 
 

@@ -84,6 +84,15 @@ class RunFolder:
         files = sorted(path for path in self.path.rglob("*") if path.is_file() and path != self.ledger)
         return {path.relative_to(self.path).as_posix(): sha256(path) for path in files if path.suffix != ".md"}
 
+    def last_record(self) -> int:
+        """The last step that has a record; -1 where none has."""
+        lines = self.records.read_bytes().splitlines() if self.records.exists() else []
+        for line in reversed(lines):
+            # A torn last line, or what a forger wrote.
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                return int(json.loads(line)["step"])
+        return -1
+
     def result(self) -> dict[str, object] | None:
         path = self.path / "result.json"
         return read_json(path) if path.exists() else None

@@ -103,6 +103,7 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
     if synthesis.exists():
         _same("epsilon", read_json(synthesis).get("epsilon"), promise.epsilon, synthesis.name)
     finished, unchecked = _check_files(folder, history, result is not None)
+    _check_steps(folder, history, finished)
     if not finished and not unfinished:
         raise LedgerError(
             f"{str(path)!r}: this run is not finished, so nothing tells whether rows were cut from its ledger; resume "
@@ -137,6 +138,25 @@ def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) ->
         if there[name] != sealed:
             raise LedgerError(f"{folder.path / name} is not what the run left: its hash is not the one in the ledger")
     return True, tuple(name for name in there if name not in history.files)
+
+
+def _check_steps(folder: RunFolder, history: LedgerHistory, finished: bool) -> None:
+    """Records and weights must not be there without the questions that they follow from.
+
+    A question is in the ledger before its step has a record, and the end of the steps (the assumption `fixed_steps`)
+    before the weights are written: a run that was killed at any time passes."""
+    recorded = folder.last_record()
+    if recorded > history.last_step:
+        raise LedgerError(
+            f"{folder.ledger} asks up to step {history.last_step}, and {folder.records.name} has step {recorded}: rows "
+            "were cut from the ledger"
+        )
+    weights, ended = folder.path / "model.pt", finished or "fixed_steps" in history.assumptions
+    if weights.exists() and not ended:
+        raise LedgerError(
+            f"{weights} is there, which a run writes when it ends, and its ledger has no end: rows were cut from it, "
+            "or the run was declared finished early and killed meanwhile; resume it"
+        )
 
 
 def _check_result(
