@@ -112,7 +112,7 @@ def test_the_page_of_audits_shows_both_bounds_and_the_curves(capsys, tmp_path):
     page = (tmp_path / "p.html").read_text()
     assert "<h1>Ours</h1>" in page
     assert f"epsilon is at least {found['epsilon_lower_bound']:.3g} (0.9999 confidence)" in page
-    assert f"at most {found['epsilon']:.4g} (accountant)" in page
+    assert f"at most {found['epsilon']:.4g} (accountant, not verified)" in page
     assert "In 1 of 2 audits the attack found more than the guarantee allows" in page
     assert page.count("<figure") == 3
     called(capsys, "report", first)

@@ -34,6 +34,8 @@ def test_the_page_is_one_file_and_keeps_its_words_to_what_was_found():
     assert "A &lt;test&gt;" in page
     assert set(re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)) <= {"data:,"}
     assert audits_page.STANDS in page
+    assert "(accountant, not verified)" in page
+    assert "they are not sealed" in page
     assert "no epsilon holds for it" in page
     assert "Not private" not in page
     broken = audits_page.page([{**AUDIT, "task": "digits-mlp", "contradicts": True}], "t")

@@ -27,6 +27,8 @@ STRAYS = (
     "Curves of finitely many runs stray, also above what is allowed: the verdict counts that error, the eye does not."
 )
 LIMITS = (
+    "Every number on this page is what the files of the audits say, the accountant's epsilon too: they are not sealed, "
+    "and nothing was recomputed. `vestige verify RUN` recomputes the epsilon of a run from its ledger.",
     "The lower bound is proved, with its confidence, of the runs that were attacked: it is no estimate of epsilon, and "
     "a small one is no sign of privacy. An attack may be weak, and at small delta even a perfect one needs many runs.",
     "The upper bound is the accountant's. It is a promise about every attacker, if the code does what it says.",
@@ -83,7 +85,11 @@ def _attack(audit: Audit) -> str:
 
 
 def _finding(audit: Audit, label: str) -> str:
-    most = "no epsilon holds for it" if audit["epsilon"] is None else f"at most {audit['epsilon']:.4g} (accountant)"
+    most = (
+        "no epsilon holds for it"
+        if audit["epsilon"] is None
+        else f"at most {audit['epsilon']:.4g} (accountant, not verified)"
+    )
     verdict = "CONTRADICTION" if audit["contradicts"] else "no contradiction"
     return (
         f"{label}, {_attack(audit)}: epsilon is at least {audit['epsilon_lower_bound']:.3g} "
