@@ -107,8 +107,8 @@ class ExponentialMechanism(Question):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.choice_epsilon < inf:
-            raise ValueError(f"choice_epsilon={self.choice_epsilon} must be zero or more, and finite")
+        if not 0 <= self.choice_epsilon <= LARGEST_MULTIPLIER:
+            raise ValueError(f"choice_epsilon={self.choice_epsilon} must lie between 0 and {LARGEST_MULTIPLIER:g}")
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ class AllocatedGaussian(Question):
         super().__post_init__()
         if not (isinstance(self.steps, int) and self.steps >= 1):
             raise ValueError(f"steps={self.steps} must be a whole number, at least 1: those of an epoch")
+        require("steps", self.steps, self.steps <= LARGEST_POPULATION, f"be at most {LARGEST_POPULATION:g} in an epoch")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What can a folder or a ledger that somebody else made do to its reader? Neither run, nor forge, nor crash."""
 
+import functools
 import html
 import json
 import shutil
@@ -99,6 +100,32 @@ def test_what_is_escaped_reads_as_it_was_written():
         ("ask", {"multiplier": 1e-308}, "must lie between 1e-100 and 1e[+]100"),
         ("ask", {"multiplier": "x\n"}, "must be a number"),
         ("ask", {"kind": []}, "kind is"),
+        ("ask", {"multiplier": float("inf")}, "multiplier is inf"),
+        ("ask", {"kind": "exponential-mechanism", "choice_epsilon": 1e300}, "choice_epsilon=1e[+]300 must lie between"),
+        ("open", {"schedule": "filtered"}, "line 1: the fact 'filter_epsilon' of a filtered run is missing"),
+        ("open", {"schedule": "filtered", "filter_epsilon": 1}, "line 1: the fact 'filter_expects' of a filtered run"),
+        ("open", {"schedule": "filtered", "filter_epsilon": None}, "line 1: filter_epsilon is None"),
+        ("open", {"filter_expects": [{"kind": "gaussian"}]}, "line 1: filter_expects is"),
+        ("open", {"users": 5}, "line 1: users is 5"),
+        ("open", {"users": {"sample": "users", "users": 9, "foo": 3}}, "line 1: users is"),
+        ("open", {"users": {"sample": "users", "users": 9, "choices": [5]}}, "line 1: users is"),
+        ("open", {"groups": 5}, "line 1: groups is 5"),
+        ("open", {"synthesis": "\ud800"}, "line 1: synthesis is"),
+        (
+            "open",
+            {"normalise": functools.reduce(lambda inner, _: [inner], range(40), [])},
+            "line 1: .*nested deeper than",
+        ),
+        (
+            "ask",
+            {"kind": "allocated-gaussian", "steps": 10**30, "multiplier": 1.0},
+            "must be at most 1e[+]12 in an epoch",
+        ),
+        (
+            "ask",
+            {"kind": "truncated-gaussian", "rate": 0.1, "multiplier": 1.0, "most": 5, "population": 10**15},
+            "population=1000000000000000 must be at most 1e[+]12",
+        ),
     ],
 )
 def test_a_fact_that_is_wrong_or_missing_is_one_line(rows, tmp_path, kind, facts, words):
@@ -110,6 +137,36 @@ def test_a_fact_that_is_wrong_or_missing_is_one_line(rows, tmp_path, kind, facts
     code, out, error = command("verify", tmp_path, "--unfinished")
     assert (code, out) == (1, "")
     assert error.count("\n") == 1
+
+
+def test_lists_nested_beyond_what_python_follows_are_one_line(rows, tmp_path):
+    ledger = crafted(tmp_path, rows) / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join([lines[0], "[" * 100_000 + "]" * 100_000 + "\n", *lines[1:]]))
+    code, out, error = command("verify", tmp_path, "--unfinished")
+    assert (code, out) == (1, "")
+    assert "line 2: not a row, or lists and objects are nested deeper than 32" in error
+
+
+def test_an_epoch_of_many_steps_takes_no_memory(rows, tmp_path):
+    place = next(number for number, row in enumerate(rows) if row["row"] == "ask")
+    asked = {"kind": "allocated-gaussian", "steps": 10**12, "multiplier": 1.0}
+    crafted(tmp_path, [{**rows[0], "sampling": "allocation"}, *rows[1:place], {**rows[place], **asked}])
+    assert verify(tmp_path, unfinished=True).asked == 1
+    late = {**rows[place], **asked, "step": 10**12 + 1}
+    crafted(tmp_path, [{**rows[0], "sampling": "allocation"}, *rows[1:place], {**rows[place], **asked}, late])
+    with pytest.raises(LedgerError, match="where step 1, part 0 or step 1000000000000, part 0 was due"):
+        verify(tmp_path, unfinished=True)
+
+
+def test_a_card_of_users_whose_number_is_not_written_down(rows, tmp_path):
+    place = next(number for number, row in enumerate(rows) if row["row"] == "ask")
+    asked = {"kind": "grouped-gaussian", "rate": 1e-8, "multiplier": 0.9, "group": 10**7, "cap": 3}
+    users = {"sample": "rows", "rows_per_user": 10**7, "cap": 3}
+    crafted(tmp_path, [{**rows[0], "users": users}, *rows[1:place], {**rows[place], **asked}])
+    assert "| What is protected | one user: all rows of one (who owns which row is public)" in vestige.model_card(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize("multiplier", [1e308, 1e101])

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -18,6 +19,7 @@ from vestige.assumptions import Stated, Status, check, merged
 from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from vestige.files import lock
 from vestige.priced_questions import BudgetSpent, Question
+from vestige.units import Users
 
 GENESIS = "0" * 64
 VERSION = 3
@@ -84,14 +86,23 @@ def _hashes(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
 
 
+def _questions(value: object) -> bool:
+    try:
+        return isinstance(value, list) and all(Question.from_json(row) for row in value)
+    except ValueError:
+        return False
+
+
 def _statistics(value: Any) -> bool:
     """What a run says of statistics that were asked before it: rows of questions, each with its count."""
     asked = value.get("questions") if isinstance(value, dict) else None
-    if not isinstance(asked, list) or not all(isinstance(row, dict) and _whole(1)(row.get("count")) for row in asked):
-        return False
+    return _questions(asked) and all(_whole(1)(row.get("count")) for row in asked)  # type: ignore[union-attr]
+
+
+def _users(value: Any) -> bool:
     try:
-        return all(Question.from_json(row) for row in asked)
-    except ValueError:
+        return value is None or bool(Users.from_json(value))
+    except (ValueError, TypeError, AttributeError):
         return False
 
 
@@ -108,6 +119,11 @@ FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
         "noise": _text,
         "arithmetic": _text,
         "schedule": _text,
+        "filter_epsilon": _number(0, inf),
+        "filter_expects": _questions,
+        "users": _users,
+        "groups": lambda value: isinstance(value, list),
+        "synthesis": _text,
         "nonprivate_outputs": lambda value: isinstance(value, bool),
         "method": _method,
         "statistics": _statistics,
@@ -352,6 +368,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
         text = text[:whole]
     history: LedgerHistory | None = None
     due = {(-1, 0), (0, 0)}  # what is asked before the first step is step -1
+    begins = range(0)  # the steps besides, with which an epoch may begin
     epoch = 1
     for number, row in enumerate(_rows(path, text), start=1):
         _check_chain(path, number, row, history)
@@ -363,13 +380,17 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
                 raise LedgerError(
                     f"{path}: ledger version {row.get('version')!r} is not {VERSION}; use the vestige that wrote it"
                 )
+            if row.get("schedule") == "filtered":
+                for name in ("filter_epsilon", "filter_expects"):
+                    if name not in row:
+                        raise LedgerError(f"{path}, line 1: the fact {name!r} of a filtered run is missing")
             history = LedgerHistory({k: v for k, v in row.items() if k not in ("seq", "previous", "hash", "row")})
         elif row.get("row") == "resume":
             if row.get("attempt") != history.attempts or not 0 <= row["from_step"] <= history.last_step + 1:
                 raise LedgerError(f"{path}, line {number}: a resume from step {row['from_step']} that cannot follow")
             history.attempts += 1
             history.files = None
-            due = {(row["from_step"], 0)} | ({(-1, 0)} if row["from_step"] == 0 else set())
+            due, begins = {(row["from_step"], 0)} | ({(-1, 0)} if row["from_step"] == 0 else set()), range(0)
             if epoch > 1:  # a run that is continued inside an epoch asks for the whole of it again
                 due.add((row["from_step"] - row["from_step"] % epoch, 0))
         elif row.get("row") == "finish":
@@ -385,9 +406,9 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             history.assumptions[known.name] = merged(history.assumptions.get(known.name), known)
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
-            if row["attempt"] != history.attempts - 1 or place not in due:
-                places = sorted(due)
-                places = places if len(places) <= 3 else [places[0], places[-1]]
+            follows = place in due or (place[0] in begins and place[1] == 0)
+            if row["attempt"] != history.attempts - 1 or not follows:
+                places = sorted(due) or [(begins[0], 0), (begins[-1], 0)]
                 wanted = " or ".join(f"step {step}, part {part}" for step, part in places)
                 raise LedgerError(
                     f"{path}, line {number}: step {place[0]}, part {place[1]} where {wanted} was due: a gap or a reuse"
@@ -397,9 +418,9 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             history.paid[place] = question
             epoch = getattr(question, "steps", 1)  # a question about a whole epoch is due again when that has ended
             history.last_step = max(history.last_step, place[0] + epoch - 1)
-            due = {(place[0], place[1] + 1), (place[0] + 1, 0)}
+            due, begins = {(place[0], place[1] + 1), (place[0] + 1, 0)}, range(0)
             if epoch > 1:
-                due = {(place[0] + steps, 0) for steps in range(1, epoch + 1)}
+                due, begins = set(), range(place[0] + 1, place[0] + epoch + 1)
         else:
             raise LedgerError(f"{path}, line {number}: unknown row {row.get('row')!r}")
         history.heads.append(row["hash"])
@@ -414,9 +435,24 @@ def _rows(path: Path, text: bytes) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError as error:
             raise LedgerError(f"{path}, line {number}: not JSON ({error})") from error
+        except RecursionError:
+            row = None
+        if row is None or not _nested_within(row, DEEPEST):
+            raise LedgerError(
+                f"{path}, line {number}: not a row, or lists and objects are nested deeper than {DEEPEST}"
+            )
         if not isinstance(row, dict):
             raise LedgerError(f"{path}, line {number}: not a ledger row")
         yield row
+
+
+DEEPEST = 32
+"""Lists and objects inside each other in a row; no run writes more."""
+
+
+def _nested_within(value: object, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is None or (most > 0 and all(_nested_within(each, most - 1) for each in inner))
 
 
 def _check_form(path: Path, number: int, row: dict[str, object]) -> None:
@@ -430,6 +466,8 @@ def _check_form(path: Path, number: int, row: dict[str, object]) -> None:
 
 
 def _question(path: Path, number: int, row: dict[str, object]) -> Question:
+    if row.get("multiplier") == inf:
+        raise LedgerError(f"{path}, line {number}: multiplier is inf, which no run writes")
     try:
         return Question.from_json(row)
     except ValueError as error:

@@ -278,7 +278,8 @@ def _protected(run: _Account, population: int, planted: int) -> str:
     else:
         most = "" if users.cap is None else f", at most {users.cap} of them in a step"
         how = f"each user has at most {users.rows_per_user} rows{most}, each clipped by itself"
-    return f"one user: all rows of one, of {users.users:,} users ({owned}who owns which row is public); {how}"
+    number = "" if users.users is None else f", of {users.users:,} users"
+    return f"one user: all rows of one{number} ({owned}who owns which row is public); {how}"
 
 
 def _audited(planted: int, found: Audited | None) -> str:

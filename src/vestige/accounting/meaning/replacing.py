@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from math import exp, inf
 
-from vestige.accounting.composition import COARSE, epsilon_by_distribution, epsilon_of, grid_step, largest_loss
+from vestige.accounting.composition import (
+    COARSE,
+    HOPELESS,
+    epsilon_by_distribution,
+    epsilon_of,
+    grid_step,
+    largest_loss,
+)
 from vestige.accounting.meaning.tradeoff import LARGEST_EPSILON
 from vestige.accounting.pld import Composed, LossMasses
 from vestige.accounting.profiles import connect_dots
@@ -42,7 +49,7 @@ def _costs(question: Question) -> bool:
 
 def _by_theorem(asked: History, delta: float, guess: float) -> float:
     guess, largest = max(guess, LEAST), 2 * largest_loss(asked)
-    for _ in range(20):
+    while guess < HOPELESS:
         interval = grid_step(max(guess, largest), COARSE)
         parts = []
         for question, count in asked.items():
