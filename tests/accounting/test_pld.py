@@ -146,3 +146,20 @@ def one_question(rate, multiplier, loss):
         held = mpmath.e**loss - (1 - mpmath.mpf(rate))
         crossing = mpmath.mpf(multiplier) ** 2 * mpmath.log(held / rate) + mpmath.mpf(1) / 2
         return rate * mpmath.ncdf((1 - crossing) / multiplier) - held * mpmath.ncdf(-crossing / multiplier)
+
+
+def test_losses_that_are_rare_and_large_leave_no_window_that_memory_cannot_hold():
+    """Its usual window had 8e9 losses."""
+    question = SampledGaussian(4e-8, 0.5)
+    priced = epsilon({question: 100_000}, 1e-6)
+    assert epsilon({question: 1}, 1e-6) <= priced < 0.01
+    assert epsilon({question: 100_000}, 1e-6, "rdp") > 1.4
+
+
+def test_a_window_that_is_too_long_in_spite_of_that_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(pld, "LONGEST", 100)
+    part = LossMasses(-500, np.full(1001, 1 / 1001), 0.0)
+    with pytest.raises(OverflowError, match="a loss distribution of"):
+        Composed([(part, 10)], 1e-3, 0.5)
+    history = {SampledGaussian(0.011, 0.9): 300}
+    assert epsilon(history, 1e-6) == epsilon(history, 1e-6, "rdp")

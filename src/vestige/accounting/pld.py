@@ -18,6 +18,9 @@ FOLDED = 1e-18
 ROUNDING = 2.0**-48
 """What a fast Fourier transform may be wrong by, relative to its 2-norm: more than what is proved for such lengths."""
 LONGEST = 1 << 23
+"""Masses of a composed distribution: more are not held."""
+ANY_SLOPE = np.geomspace(1e-3, 1e4, 36)
+"""Tilts beside the usual at which the ends of a window are bounded, where the usual ones leave it too long."""
 STEEPEST = 300.0
 """The largest tilt times the target: its exponential is still a number."""
 
@@ -107,17 +110,19 @@ class Composed:
 
     def _window(self) -> tuple[int, int]:
         """Between which losses all tilted mass lies, but for `FOLDED` on either side (Chernoff again)."""
-        deviation = self._deviation()
-        ends = []
-        for sign in (-1, 1):
-            # A normal distribution would end there; the bound is asked at a few slopes around that one's.
-            slopes = sign * np.sqrt(-2 * log(FOLDED)) / max(deviation, 1e-300) * np.array([0.1, 0.3, 0.6, 1.0, 1.5])
-            reach = [(self._log_moment(self._tilt + s) - self._log_mass - log(FOLDED)) / s for s in slopes]
-            ends.append(max(reach) if sign < 0 else min(reach))
         lowest = sum(count * part.lowest for part, count in self._parts)
         highest = sum(count * (part.lowest + len(part.masses) - 1) for part, count in self._parts)
-        first, last = max(lowest, floor(ends[0] / self._step)), min(highest, ceil(ends[1] / self._step))
-        return first, max(first, last)
+        # A normal distribution would end there; the bound is asked at a few slopes around that one's.
+        usual = np.sqrt(-2 * log(FOLDED)) / max(self._deviation(), 1e-300) * np.array([0.1, 0.3, 0.6, 1.0, 1.5])
+        for slopes in (usual, ANY_SLOPE):  # where a loss is rare and large, the distribution is far from a normal one
+            ends = []
+            for sign in (-1, 1):
+                reach = [(self._log_moment(self._tilt + s) - self._log_mass - log(FOLDED)) / s for s in sign * slopes]
+                ends.append(max(reach) if sign < 0 else min(reach))
+            first, last = max(lowest, floor(ends[0] / self._step)), min(highest, ceil(ends[1] / self._step))
+            if last - first < LONGEST:
+                return first, max(first, last)
+        raise OverflowError(f"a loss distribution of {last - first + 1} masses")
 
     def _deviation(self) -> float:
         """Of the tilted losses."""
@@ -130,8 +135,6 @@ class Composed:
     def _transformed(self, first: int, last: int) -> tuple[Array, float]:
         """The composed tilted masses in the window, and what each may be wrong by."""
         length = next_fast_len(last - first + 1, real=True)
-        if length > LONGEST:
-            raise OverflowError(f"a loss distribution of {length} masses")
         spectrum: object = 1.0
         wrong = 0.0
         for part, count in self._parts:
