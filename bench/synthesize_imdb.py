@@ -201,14 +201,20 @@ def cell(
         todo = guidances
     else:
         run = TextRun(job, out, resume=(out / "run.json").exists())
-        begin = time.perf_counter()
+        begin = trained = time.perf_counter()
+
+        def on_record(record: Any) -> bool:
+            nonlocal trained
+            trained = time.perf_counter()
+            return told(record.step % 20 == 0, f"step {record.step}", begin)
+
         made = run.complete(
-            lambda record: told(record.step % 20 == 0, f"step {record.step}", begin),
+            on_record,
             lambda count, of, pace: told(True, f"{count} of {of} texts", begin),
         )
         assert made is not None
         found |= {"verified_epsilon": verify(out).guarantee.epsilon, "quality": dict(made.quality), "texts": made.count}
-        found["training_seconds"] = made.quality["training_seconds"]
+        found["training_seconds"] = trained - begin
         keep(list(zip(made.rows["label"], made.rows["text"], strict=True)), out, guidances[0])
         checkpoint, prompts, todo = run.checkpoint, run.prompts, guidances[1:]
     for guidance in todo:

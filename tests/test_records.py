@@ -28,7 +28,10 @@ def test_a_record_of_a_comparison_survives_a_round_trip(path):
 def test_the_result_of_a_run_survives_a_round_trip(name):
     content = json.loads((WRITTEN / name / "result.json").read_text())
     result = RunResult.from_json(content)
+    assert result.nonprivate_seconds == content.pop("seconds")
     assert result.to_json() == content
+    with pytest.warns(FutureWarning, match="seconds is called nonprivate_seconds now"):
+        assert result.seconds == result.nonprivate_seconds
     assert result.statement.epsilon == pytest.approx(verify(WRITTEN / name).guarantee.epsilon, rel=1e-8)
     assert (result.selection is not None) == (name == "run-filtered")
 

@@ -70,6 +70,11 @@ def renamed_arguments(*earlier: Mapping[str, Now]) -> Callable[[Callable[P, R]],
     return declare
 
 
+def earlier_attribute(old: str, new: str) -> None:
+    """Warn that an attribute has another name now."""
+    warnings.warn(f"{old} is called {new} now; the earlier name goes with 0.4", FutureWarning, stacklevel=3)
+
+
 MODULES = {
     "vestige.questions": "vestige.priced_questions",
     "vestige.balance": "vestige.layerwise_scaling",

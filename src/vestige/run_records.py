@@ -18,6 +18,7 @@ from typing import Any, Literal
 from vestige.assumptions import check as check_assumption
 from vestige.files import read_value
 from vestige.priced_questions import Question
+from vestige.renaming import earlier_attribute
 
 FORMAT_VERSION = 2
 """The format of a comparison folder; a record or specification of another version is refused."""
@@ -222,7 +223,8 @@ class RunResult:
     """What its canaries show, if any were planted."""
     steps: int
     seed: int | None = None
-    seconds: float | None = None
+    nonprivate_seconds: float | None = None
+    """How long training took: computed from the data without noise, and therefore in no file."""
     stopped: str
     run: str | None
     """The run's folder."""
@@ -237,10 +239,19 @@ class RunResult:
 
     @classmethod
     def from_json(cls, content: object) -> RunResult:
+        if isinstance(content, dict) and "seconds" in content:  # until 0.3 it was written
+            content = dict(content)
+            content["nonprivate_seconds"] = content.pop("seconds")
         return read_value(cls, _grouped(cls, content), "the result")
 
+    @property
+    def seconds(self) -> float | None:
+        """The earlier name of `nonprivate_seconds`."""
+        earlier_attribute("seconds", "nonprivate_seconds")
+        return self.nonprivate_seconds
+
     def to_json(self) -> dict[str, object]:
-        content = _flat(self)
+        content = _flat(replace(self, nonprivate_seconds=None))
         if self.statement.epsilon is not None:
             del content["reasons"]
         if not self.assumptions:

@@ -294,6 +294,8 @@ def test_a_synthesis_verifies_has_a_card_and_a_page_and_is_of_use(method, file, 
     if method == "marginals":
         assert sum(n for q, n in history.asks.items() if isinstance(q, ExponentialMechanism)) == 2
     assert "made with differential privacy: **epsilon" in (out / "README.md").read_text()
+    for name in ("README.md", "report.html", "synthesis.json"):
+        assert "seconds" not in (out / name).read_text()
     assert "Columns" in (out / "report.html").read_text()
     (out / "data.csv").write_text("\n".join([*lines[:-1], "33,office,1"]) + "\n")
     with pytest.raises(LedgerError, match="is not what the run left"):

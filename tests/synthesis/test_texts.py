@@ -156,6 +156,9 @@ def test_a_synthesis_verifies_and_charges_its_labels(made, tmp_path):
     assert not (out / "samples.part").exists()
     assert "made-up texts" in (out / "README.md").read_text()
     assert {"test_accuracy", "word_divergence", "perplexity", "tokens_per_second"} <= found.quality.keys()
+    assert found.nonprivate_seconds > 0
+    for name in ("README.md", "report.html", "synthesis.json", "result.json"):
+        assert "seconds" not in (out / name).read_text()
     (out / "data.jsonl").write_text("{}\n")
     with pytest.raises(LedgerError, match="is not what the run left"):
         verify(out)

@@ -327,7 +327,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
         statement=result.statement,
         selection=result.selection,
         steps=result.steps,
-        seconds=result.seconds,
+        seconds=result.nonprivate_seconds,
         stopped=result.stopped,
         diagnostics=result.diagnostics,
         assumptions=training.guarantee().listed,

@@ -211,7 +211,8 @@ def complete(
         if training.group.any(not on_record(record)):  # any of them was interrupted
             interrupted = True
             break
-    facts: dict[str, object] = {"task": job.aim, "seed": job.seed, "seconds": round(time.perf_counter() - begin, 3)}
+    took = round(time.perf_counter() - begin, 3)
+    facts: dict[str, object] = {"task": job.aim, "seed": job.seed, "nonprivate_seconds": took}
     if interrupted:
         training.ledger.close()
         return training.result(**facts, stopped="interrupted")

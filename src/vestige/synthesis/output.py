@@ -19,6 +19,7 @@ from vestige.compare.report.html import items, table, text
 from vestige.compare.report.page import document, panels
 from vestige.files import write_atomically
 from vestige.integrations.model_card import model_card
+from vestige.renaming import earlier_attribute
 from vestige.synthesis.schema import Codes, Column
 
 DRAWN = 24
@@ -40,15 +41,14 @@ QUALITY = {
     "word_divergence": "divergence of words from the public texts' (Jensen-Shannon, 0 to 1)",
     "perplexity": "perplexity of the public texts under the generator",
     "tokens_per_second": "tokens written in a second",
-    "training_seconds": "seconds of training",
-    "sampling_seconds": "seconds of writing",
 }
 """What is measured, in words."""
 
 
 @dataclass(frozen=True)
 class Synthesis:
-    """What was made: rows by column, the guarantee, and what was measured of them. All of it may be shared."""
+    """What was made: rows by column, the guarantee, and what was measured of them. All of it may be shared but
+    `nonprivate_seconds`."""
 
     kind: str
     """ "rows" or "texts"."""
@@ -57,9 +57,16 @@ class Synthesis:
     count: int
     guarantee: accounting.Guarantee
     quality: Mapping[str, float]
-    seconds: float
+    nonprivate_seconds: float
+    """How long it took: computed from the data without noise, and therefore in no file."""
     asked: int
     out: Path | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The earlier name of `nonprivate_seconds`."""
+        earlier_attribute("seconds", "nonprivate_seconds")
+        return self.nonprivate_seconds
 
     def to_json(self) -> dict[str, object]:
         promise = self.guarantee
@@ -74,7 +81,6 @@ class Synthesis:
             "assumptions": list(promise.listed),
             "asked": self.asked,
             "quality": dict(self.quality),
-            "seconds": self.seconds,
             "out": None if self.out is None else str(self.out),
         }
 

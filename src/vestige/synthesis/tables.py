@@ -259,7 +259,7 @@ class TableRun:
             count=self.samples,
             guarantee=self.guarantee(),
             quality=judged,
-            seconds=round(time.perf_counter() - begin, 3),
+            nonprivate_seconds=round(time.perf_counter() - begin, 3),
             asked=sum(self.ledger.spent.values()),
             out=None if self.folder is None else self.folder.path,
         )

@@ -139,7 +139,7 @@ class TextRun:
             if not on_record(record):
                 training.ledger.close()
                 return None
-        trained, paces = time.perf_counter() - begin, []
+        paces: list[float] = []
 
         def on_made(made: int, of: int, pace: float) -> bool:
             paces.append(pace)
@@ -162,7 +162,6 @@ class TextRun:
         measured = {**quality.of_texts(texts, labels, len(rows) - len(kept), self._test), **perplexity}
         if paces:
             measured["tokens_per_second"] = paces[-1]
-        measured |= {"training_seconds": trained, "sampling_seconds": time.perf_counter() - begin - trained}
         columns: dict[str, Any] = {job.text_column: texts}
         if labels is not None and job.label_column is not None:
             columns[job.label_column] = labels
@@ -173,7 +172,7 @@ class TextRun:
             count=len(texts),
             guarantee=training.guarantee(),
             quality=measured,
-            seconds=round(time.perf_counter() - begin, 3),
+            nonprivate_seconds=round(time.perf_counter() - begin, 3),
             asked=sum(training.ledger.spent.values()),
             out=self.folder.path,
         )
@@ -186,7 +185,7 @@ class TextRun:
         (path / "samples.part").unlink(missing_ok=True)
         (path / "report.html").write_text(_page(made, labels, self._test), encoding="utf-8")
         write_json(path / "synthesis.json", {**made.to_json(), "file": file.name})
-        facts = {"task": "synthesize", "seed": self.job.seed, "seconds": made.seconds}
+        facts = {"task": "synthesize", "seed": self.job.seed, "nonprivate_seconds": made.nonprivate_seconds}
         known = {name: made.quality[name] for name in ("perplexity",) if name in made.quality}
         training.finish(training.result(**facts, **known))
         (path / "README.md").write_text(card_of(path, made, file.name), encoding="utf-8")

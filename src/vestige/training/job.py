@@ -304,7 +304,7 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
         task=job.task,
         accuracy=final,
         seed=job.seed,
-        seconds=round(seconds, 3),
+        nonprivate_seconds=round(seconds, 3),
         **({"stopped": "interrupted"} if interrupted else {}),
     )
     if interrupted:

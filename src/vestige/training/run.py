@@ -826,7 +826,9 @@ class Training(HoldsKey):
                 raise
         self._first_step = self.state.step
         if self._shielded:
-            assumptions.record(self.ledger, "bad_rows", "checked", "such rows contribute nothing, and nobody is told")
+            assumptions.record(
+                self.ledger, "bad_rows", "checked", "such rows contribute nothing; timings aside, nobody is told"
+            )
         examples = self._examples
         for each in known_of_a_run(self.facts, self.group.size, examples.read_one_by_one, examples.collates):
             assumptions.record(self.ledger, each.name, each.status, each.detail)

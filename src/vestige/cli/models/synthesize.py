@@ -372,6 +372,6 @@ def _summarise(made: Synthesis) -> None:
         table.add_row("", line)
     for name, value in made.quality.items():
         table.add_row(name.replace("_", " "), f"{value:.4g} ({QUALITY.get(name, name)})")
-    table.add_row("seconds", f"{made.seconds:g}")
+    table.add_row("seconds", f"{made.nonprivate_seconds:g} (not private: keep it to yourself)")
     table.add_row("written to", str(made.out))
     stdout.print(table)
