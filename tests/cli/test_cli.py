@@ -487,3 +487,19 @@ def test_commands_that_begin_in_one_second_have_folders_of_their_own(tmp_path, m
         assert code == 0, error
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert names == [f"digits-mlp-dp-sgd-20260101-120000{number}" for number in ("", "-2", "-3")]
+
+
+def test_a_spent_budget_in_a_shell_is_said_without_python(capsys):
+    from vestige import accounting
+    from vestige.accounting.ledger import Ledger
+    from vestige.cli.errors import one_line_errors
+    from vestige.priced_questions import Gaussian
+
+    ledger = Ledger(None)
+    ledger.open({})
+    ledger.budget = accounting.Budget(1.0, 1e-5, {})
+    with pytest.raises(SystemExit), one_line_errors():
+        ledger.ask(Gaussian(0.1), step=0, part=0, sensitivity=1.0)
+    error = capsys.readouterr().err
+    assert "one more would exceed it. Nothing was asked or moved; stop training here" in error
+    assert "except" not in error

@@ -323,8 +323,33 @@ def test_an_interrupted_run_resumes_without_asking_again_and_one_that_lost_an_an
     lost = tmp_path / "lost"
     assert TableRun(job(), lost).complete(lambda done, of: done < 2) is None
     (lost / "answers.pt").unlink()
-    with pytest.raises(vestige.BudgetSpent):
+    rows = (lost / "ledger.jsonl").read_text()
+    words = "question 1 of 9 was charged, and its answer is lost: .* this one has cost epsilon 0[.]"
+    with pytest.raises(ValueError, match=words):
         vestige.synthesize(file, columns=COLUMNS, epsilon=1, method="evolution", out=lost, resume=True)
+    code, out, error = command("synthesize", "--resume", lost)
+    assert (code, out) == (2, "")
+    assert "Begin another synthesis, in a new folder" in error
+    assert (lost / "ledger.jsonl").read_text() == rows
+
+
+def test_a_run_that_was_killed_before_its_seal_is_sealed_when_it_resumes(file, tmp_path, monkeypatch):
+    from vestige.accounting.ledger import Ledger
+
+    def killed(self, files):
+        raise KeyboardInterrupt
+
+    given = {"columns": COLUMNS, "epsilon": 1, "out": tmp_path / "synth"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            vestige.synthesize(file, **given)
+    assert (tmp_path / "synth" / "synthesis.json").exists()
+    assert not verify(tmp_path / "synth", unfinished=True).finished
+    vestige.synthesize(file, **given, resume=True)
+    assert verify(tmp_path / "synth").finished
+    with pytest.raises(ValueError, match="is already finished"):
+        vestige.synthesize(file, **given, resume=True)
 
 
 def test_answers_of_a_resumed_run_are_those_that_were_kept(tmp_path):

@@ -117,7 +117,7 @@ def one_line_errors() -> Iterator[None]:
     except typer.Abort:
         fail("interrupted", INTERRUPTED)
     except BudgetSpent as error:
-        fail(str(error), 1)
+        fail(re.sub(r" \(`except .*?`\)", "", str(error)), 1)  # what a loop in Python would do
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import sqrt
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vestige import accounting, tasks
-from vestige.accounting.ledger import Ledger
+from vestige.accounting.ledger import Ledger, LedgerHistory
 from vestige.assumptions import ADJACENCY, Status, record
 from vestige.budget.spending import Provenance, account_of, attach, continued, of_users
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
@@ -180,15 +181,38 @@ class TableRun:
             for key in ("population", "columns", "epsilon", "delta", "method"):
                 if was.get(key) != facts[key]:
                     raise ValueError(f"resume: {key} is not what it was when the run began; give the same data")
-            if (self.folder.path / "synthesis.json").exists():
-                raise ValueError(f"resume={str(self.folder.path)!r} is already finished; vestige verify checks it")
             run = continued(was, self.job.budget)
             if self.folder.ledger.exists():
-                self.ledger.resume(len(InFile(self.folder.path / "answers.pt")))
+                kept = len(InFile(self.folder.path / "answers.pt"))
+                history = self.ledger.claim()
+                self.ledger.close()
+                self._check_resumable(self.folder, history, kept)
+                self.ledger.resume(kept)
             else:
                 self.ledger.open({**facts, **({"budget": was["budget"]} if "budget" in was else {})})
             if run is not None:
                 self._reserve(run)
+
+    def _check_resumable(self, folder: RunFolder, history: LedgerHistory, kept: int) -> None:
+        """Refuse a finished run, and one that was killed between a charge and its answer, if the budget does not hold
+        that question again."""
+        if history.files is not None:
+            raise ValueError(f"resume={str(folder.path)!r} is already finished; vestige verify checks it")
+        job, spent = self.job, history.spent(self.ledger.replays_are_free)
+        asked, total = sum(spent.values()), sum(count for _, count in self.plan.runs())
+        if asked <= kept or self.ledger.replays_are_free:
+            return
+        answered = Counter(history.paid[step, 0] for step in range(kept) if (step, 0) in history.paid)
+        missing = Counter(accounting.history_of_runs(self.plan.runs())) - answered
+        whole = accounting.epsilon(spent + missing, job.delta)
+        if whole > job.epsilon:
+            so_far = accounting.epsilon(spent, job.delta)
+            raise ValueError(
+                f"resume={str(folder.path)!r}: question {kept + 1} of {total} was charged, and its answer is lost: the "
+                f"process was killed before it was kept. Asked again, the whole would cost epsilon {whole:.4g}, more "
+                f"than epsilon={job.epsilon:g}. Begin another synthesis, in a new folder; this one has cost epsilon "
+                f"{so_far:.4g} at delta {job.delta:g}, which adds to the other's"
+            )
 
     def _reserve(self, run: str | None) -> dict[str, object] | None:
         """In the book of the dataset, if there is one."""
