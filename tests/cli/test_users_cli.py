@@ -52,8 +52,8 @@ def test_mistakes_are_one_line(words, message):
     assert message in error
 
 
-def table(path):
-    rows = ["age,who,rich"] + [f"{20 + i % 50},p{i % 40},{'yes' if i % 3 else 'no'}" for i in range(200)]
+def table(path, youngest=20):
+    rows = ["age,who,rich"] + [f"{youngest + i % 50},p{i % 40},{'yes' if i % 3 else 'no'}" for i in range(200)]
     path.write_text("\n".join(rows) + "\n")
     return path
 
@@ -64,7 +64,7 @@ def columns(path):
 
 
 def test_train_with_a_user_column(tmp_path):
-    data, test = table(tmp_path / "people.csv"), table(tmp_path / "public.csv")
+    data, test = table(tmp_path / "people.csv"), table(tmp_path / "public.csv", youngest=21)
     words = [*columns(data), "--test", test, "--user-column", "who"]
     found = as_json(*words, "--rows-per-user", "3", "--out", tmp_path / "rows")
     assert found["adjacency"] == "zero-out all rows of one user (at most 3)"

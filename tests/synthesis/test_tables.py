@@ -440,6 +440,29 @@ def test_the_command_makes_rows_and_its_errors_are_one_line(file, tmp_path):
     assert "already finished" in command("synthesize", "--resume", out)[2]
 
 
+@pytest.mark.parametrize("kind", ["a copy", "other order", "other ends of lines"])
+def test_a_copy_of_the_data_is_no_test(file, tmp_path, kind):
+    head, *lines = file.read_text().splitlines()
+    copy = tmp_path / "copy.csv"
+    copy.write_text({
+        "a copy": file.read_text(),
+        "other order": "\n".join([head, *reversed(lines)]),
+        "other ends of lines": "\r\n".join([head, "", *lines]),
+    }[kind])  # fmt: skip
+    base = ["synthesize", "--columns", COLUMNS, "--epsilon", "1", "--samples", "20", "--out", tmp_path / "synth"]
+    code, out, error = command(*base, "--data", file, "--test", copy)
+    assert (code, out, "is the training data" in error) == (2, "", True)
+    assert not (tmp_path / "synth").exists()
+
+
+def test_the_same_rows_in_memory_are_no_test():
+    rows = people(300)
+    other = {name: values[::-1] for name, values in rows.items()}
+    with pytest.raises(ValueError, match="test: these rows are the data"):
+        vestige.synthesize(rows, columns=COLUMNS, epsilon=1, delta=1e-5, test=other)
+    assert vestige.synthesize(rows, columns=COLUMNS, epsilon=1, delta=1e-5, test=people(300, seed=1)).count == 300
+
+
 def test_a_book_pays_for_a_synthesis_and_refuses_the_one_too_many(file, tmp_path):
     book = tmp_path / "people.book"
     opened = command(

@@ -117,6 +117,8 @@ class TableRun:
         rows = read_table(job.data, self.columns)
         with renamed({"data": "test"}):
             self._test = None if job.test is None else read_table(job.test, self.columns)
+        if self._test is not None and _same_rows(self._test, rows):
+            raise ValueError("test: these rows are the data: a figure on them is no release; give public rows")
         key = Randomness.reproducible(job.seed or 0) if job.reproducible else Randomness.secret()
         rows, users = self._of_users(rows, key)
         check_delta(job.delta, len(rows))
@@ -360,6 +362,13 @@ def _coordinates(columns: Sequence[Column]) -> int:
     """How many numbers an answer has, at most."""
     most = sorted((column.cells for column in columns), reverse=True)
     return max(sum(most), len(most) * most[0] * (most[1] if len(most) > 1 else 1))
+
+
+def _same_rows(first: Codes, second: Codes) -> bool:
+    """Whether two tables have the same rows, in any order."""
+    if first.shape != second.shape:
+        return False
+    return np.array_equal(first[np.lexsort(first.T)], second[np.lexsort(second.T)])
 
 
 def _suffix(data: object) -> str:
