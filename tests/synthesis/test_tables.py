@@ -94,6 +94,11 @@ def test_a_public_file_declares_columns_too(tmp_path):
         ("work=a|a", "each category once"),
         ("age=1..2;age=1..3", "named twice"),
         ({"age": 5}, "pair of bounds"),
+        ("age=18..99999999999999999999999", "must have bounds from -9007199254740992"),
+        ({"age": (0, 10**400)}, "must have bounds from -9007199254740992"),
+        ("age=-1e308..1e308", "must have bounds from -1e[+]300 to 1e[+]300"),
+        ("age=0.0..inf", "must have bounds from"),
+        ("age=0.0..nan", "must have bounds from"),
         ("nowhere.json", "cannot be read"),
     ],
 )
@@ -104,7 +109,12 @@ def test_columns_that_are_none_are_refused(declared, words):
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [(["secret"], "row 1 of the data is no number"), ([""], r"declare that it may: 'age\?=...'")],
+    [
+        (["secret"], "row 1 of the data is no number"),
+        (["nan"], "row 1 of the data is no number"),
+        ([10**400], "row 1 of the data is no number"),
+        ([""], r"declare that it may: 'age\?=...'"),
+    ],
 )
 def test_a_value_without_a_cell_is_named_by_its_place_and_never_shown(values, words):
     with pytest.raises(ValueError, match=words) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ Codes = npt.NDArray[np.int64]
 """Cells of rows, [rows, columns]."""
 BINS = 20
 """Cells of a column of numbers, unless others are asked for."""
+LARGEST_WHOLE, LARGEST = 2**53, 1e300
+"""Of bounds, on either side of zero: whole numbers beyond are not told apart, and widths of cells could overflow."""
 MOST_CELLS = 4096
 """Of one column: a table of two columns has as many cells as their product."""
 
@@ -71,7 +73,9 @@ class Column:
     def _cell(self, value: Any) -> int:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
+            return -1
+        if number != number:
             return -1
         return min(int((min(max(number, self.low), self.high) - self.low) / self.width), self.bins - 1)
 
@@ -116,7 +120,7 @@ def columns_of(declared: str | Mapping[str, object] | Sequence[Column], bins: in
     Bounds without a decimal point are those of whole numbers; a name that ends in '?' may be missing.
 
     >>> [(column.name, column.cells, column.whole) for column in columns_of("age=18..80;pay=0.0..1e5;work?=a|b")]
-    [('age', 20, True), ('pay', 20, False), ('work', 3, False)]
+    [('age', 16, True), ('pay', 20, False), ('work', 3, False)]
     """
     check_steps(bins, "bins")
     if isinstance(declared, str) and declared.endswith(".json"):
@@ -171,9 +175,12 @@ def _of_value(name: str, value: object, bins: int) -> Column:
     numbers = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)
     if numbers:
         low, high = value
-        if not (isfinite(low) and isfinite(high) and low < high):
-            raise ValueError(f"columns: {name}={low:g}..{high:g} must go from a number to a larger one")
         whole = isinstance(low, int) and isinstance(high, int)
+        if not all(abs(end) <= (LARGEST_WHOLE if whole else LARGEST) for end in value):  # NaN and infinity, too
+            most = f"{LARGEST_WHOLE} (whole numbers)" if whole else f"{LARGEST:g}"
+            raise ValueError(f"columns: {name} must have bounds from -{most} to {most}")
+        if not low < high:
+            raise ValueError(f"columns: {name}={low:g}..{high:g} must go from a number to a larger one")
         if whole:  # as many whole numbers in each cell, but for the last
             count = high - low + 1
             each = ceil(count / min(bins, count))
