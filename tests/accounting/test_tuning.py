@@ -1,5 +1,7 @@
 """Does choosing the best of several runs cost what the theorem says?"""
 
+from math import inf, nan
+
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -82,3 +84,9 @@ def test_a_cycle_that_one_run_leaves_unfinished_is_not_finished_by_the_next():
     assert composed_epsilon([run] * 3, DELTA) == pytest.approx(epsilon({Gaussian(4.0): 6}, DELTA), rel=1e-4)
     assert composed_epsilon([run] * 3, DELTA) > epsilon({CyclicGaussian(1.0, 4.0, 25): 90}, DELTA)
     assert composed_epsilon([run], DELTA) == pytest.approx(epsilon(run, DELTA), rel=1e-9)
+
+
+@pytest.mark.parametrize("expected_runs", [inf, nan, 1e300, 0.5, "x"])
+def test_a_number_of_runs_that_is_none_is_refused(expected_runs):
+    with pytest.raises(ValueError, match="expected_runs=.* must"):
+        tuned_epsilon({Gaussian(1.0): 1}, 1e-5, expected_runs)

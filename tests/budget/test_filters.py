@@ -357,6 +357,10 @@ def test_slots_are_spent_whole_and_come_back_only_where_nothing_was_asked(tmp_pa
         ([{"name": "x", "epsilon": float("nan")}], "epsilon=nan must be a number, zero or more"),
         ([{"name": "x", "sample_rate": "y", "noise_multiplier": 1, "steps": 5}], "'x': rate=y must be a number"),
         ([{"name": "x", "questions": [5]}], "'x': unknown kind of question None"),
+        (
+            [{"name": "x", "questions": [{"kind": "gaussian", "multiplier": float("inf")}]}],
+            "'x': Gaussian.multiplier=inf. must have finite numbers",
+        ),
         ([{"name": "x", "questions": [{"kind": ["y"]}]}], r"'x': unknown kind of question \['y'\]"),
         ([{"name": "x", "questions": [{"kind": "gaussian"}]}], "'x': 'multiplier' is missing"),
         (

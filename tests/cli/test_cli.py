@@ -489,6 +489,36 @@ def test_commands_that_begin_in_one_second_have_folders_of_their_own(tmp_path, m
     assert names == [f"digits-mlp-dp-sgd-20260101-120000{number}" for number in ("", "-2", "-3")]
 
 
+@pytest.mark.parametrize("words", [TRAIN, ("compare", "--quick")])
+def test_a_file_is_no_folder_for_a_run(tmp_path, words):
+    (tmp_path / "file").touch()
+    code, _, error = vestige(*words, "--out", tmp_path / "file")
+    assert (code, "is a file: choose a folder" in error) == (2, True)
+
+
+@pytest.mark.parametrize("share", ["-1", "0", "nan"])
+def test_a_private_evaluation_without_noise_is_refused_by_its_flag(tmp_path, share):
+    given = ("--evaluate", "private", "--evaluate-error", share, "--out", tmp_path / "run")
+    code, _, error = vestige(*TRAIN, *given)
+    assert (code, f"--evaluate-error={float(share)} must be" in error) == (2, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line():
+    program = """
+import sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from vestige.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "vestige: interrupted\n")
+
+
 def test_a_spent_budget_in_a_shell_is_said_without_python(capsys):
     from vestige import accounting
     from vestige.accounting.ledger import Ledger

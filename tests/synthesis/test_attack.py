@@ -55,6 +55,11 @@ def test_the_command_attacks_a_synthesis_and_finds_no_more_than_its_guarantee_al
     data, others = written(tmp_path / "people.csv", people(400, 0)), written(tmp_path / "others.csv", people(400, 1))
     vestige.synthesize(str(data), columns=COLUMNS, epsilon=1, delta=1e-5, out=tmp_path / "synth")
     base = ["audit", tmp_path / "synth", "--membership", "synthetic"]
+    copy = tmp_path / "copy.csv"
+    copy.write_text(data.read_text())
+    for same in (data, copy):
+        code, _, error = command(*base, "--data", data, "--others", same)
+        assert (code, "are the members: give rows that the generator was not made from" in error) == (2, True)
     code, said, error = command(*base, "--data", data, "--others", others, "--json")
     found = json.loads(said)
     assert code == 0

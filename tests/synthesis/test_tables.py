@@ -450,6 +450,12 @@ def test_the_command_makes_rows_and_its_errors_are_one_line(file, tmp_path):
     assert "already finished" in command("synthesize", "--resume", out)[2]
 
 
+def test_a_synthesis_is_not_resumed_by_the_command_of_another_run(file, tmp_path):
+    vestige.synthesize(file, columns=COLUMNS, epsilon=1, delta=1e-5, samples=9, out=tmp_path / "synth")
+    code, _, error = command("train", "--resume", tmp_path / "synth")
+    assert (code, f"is a synthesis: vestige synthesize --resume {tmp_path / 'synth'}" in error) == (2, True)
+
+
 @pytest.mark.parametrize("kind", ["a copy", "other order", "other ends of lines"])
 def test_a_copy_of_the_data_is_no_test(file, tmp_path, kind):
     head, *lines = file.read_text().splitlines()

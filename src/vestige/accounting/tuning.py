@@ -11,9 +11,12 @@ import numpy as np
 from vestige.accounting import rdp
 from vestige.accounting.composition import epsilon
 from vestige.accounting.theorems import History, total_curve
-from vestige.checks import check_delta
+from vestige.checks import check_delta, check_number
 from vestige.lazy_scipy import brentq
 from vestige.priced_questions import CyclicGaussian, Question
+
+MOST_RUNS = 1e100
+"""Expected runs of a search; more have no stopping probability that is a number."""
 
 
 def composed_epsilon(runs: Iterable[History], delta: float) -> float:
@@ -51,8 +54,9 @@ def tuned_epsilon(
     composition. A number of runs fixed in advance is not covered: `composed_epsilon` prices it.
     """
     check_delta(delta)
-    if not expected_runs >= 1:
-        raise ValueError(f"expected_runs={expected_runs} must be at least 1")
+    check_number("expected_runs", expected_runs)
+    if not 1 <= expected_runs <= MOST_RUNS:
+        raise ValueError(f"expected_runs={expected_runs} must lie between 1 and {MOST_RUNS:g}")
     if not 0 <= shape < inf:
         raise ValueError(f"shape={shape} must be a number, zero or more: 0 is logarithmic, 1 geometric")
     for name, value, least in (("repeats", repeats, 1), ("final_runs", final_runs, 0)):

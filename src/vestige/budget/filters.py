@@ -158,6 +158,8 @@ def _asks(row: dict[str, Any]) -> tuple[Counter[Question], float]:
         asks: Counter[Question] = Counter()
         for each in row["questions"]:
             question, count = Question.from_json(each), each.get("count", 1)
+            if inf in vars(question).values():
+                raise ValueError(f"{question!r} must have finite numbers: with infinite noise nothing is asked")
             check_steps(count, "count")
             asks[question] += count
         return asks, 0.0

@@ -37,7 +37,9 @@ class ComparisonFolder:
                     f"out={str(self.path)!r} holds another comparison: continue it with `vestige compare --resume "
                     f"{self.path}`, or choose another folder"
                 )
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"out={str(self.path)!r} is a file: choose a folder")
+        elif self.path.exists() and any(self.path.iterdir()):
             raise ValueError(f"out={str(self.path)!r} is not an empty folder: choose another")
         self.create_pool()
         if not (self.path / "spec.json").exists():

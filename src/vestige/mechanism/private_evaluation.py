@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vestige.checks import check_number
+from vestige.checks import check_number, require
 from vestige.mechanism.bad_rows import lost_for_good
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Parameters
@@ -35,6 +35,7 @@ class PrivateEvaluation:
 
     def __post_init__(self) -> None:
         check_number("error", self.error)
+        require("error", self.error, self.error > 0, "be positive: without noise there is no privacy")
 
     def question(self, population: int) -> Gaussian:
         return Gaussian(self.error * population)

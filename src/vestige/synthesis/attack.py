@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vestige import tasks
 from vestige.accounting import Guarantee
 from vestige.accounting.meaning.tradeoff import of_one_pair
 from vestige.audit.membership import Success, success
@@ -85,6 +86,8 @@ class SyntheticMembership:
 def attack(run: str | Path, members: str | Path, others: str | Path, confidence: float = 0.95) -> SyntheticMembership:
     """Attack the made-up set of a folder with files of members and of others. Half of the others are the attacker's
     reference, and the other half is told apart from the members."""
+    if tasks.same_rows(members, others):
+        raise ValueError(f"others={str(others)!r} are the members: give rows that the generator was not made from")
     folder = RunFolder(run)
     job = folder.request().get("synthesize")
     if job is None or not (folder.path / "synthesis.json").exists():

@@ -354,6 +354,8 @@ def load(folder: RunFolder) -> Job:
     request = folder.request()
     if "finetune" in request:
         raise ValueError(f"{str(folder.path)!r} is a run of vestige finetune: vestige finetune --resume {folder.path}")
+    if "synthesize" in request:
+        raise ValueError(f"{str(folder.path)!r} is a synthesis: vestige synthesize --resume {folder.path}")
     if "job" not in request:
         raise ValueError(
             f"{str(folder.path)!r} was started from Python: continue it there, by the same call with `resume=True`"

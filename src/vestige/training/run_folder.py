@@ -48,7 +48,9 @@ class RunFolder:
     def _create(self, request: dict[str, object]) -> None:
         if self.path.is_dir():
             remove_unfinished(self.path)
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"out={str(self.path)!r} is a file: choose a folder")
+        if self.path.exists() and any(self.path.iterdir()):
             already = "holds a run" if (self.path / "run.json").exists() else "is not an empty folder"
             way = ", or continue it: resume=True (in the shell, --resume FOLDER)" if already == "holds a run" else ""
             raise ValueError(f"out={str(self.path)!r} already {already}: choose another{way}")
