@@ -82,7 +82,7 @@ UNMADE = {
         "has an unknown field 'accuracy'",
     ),
     "no question": (lambda record: record.update(charged=[{"count": 2}]), "unknown kind of question"),
-    "half a question": (lambda record: record["charged"][0].pop("rate"), "no question with its count"),
+    "half a question": (lambda record: record["charged"][0].pop("rate"), "'rate' is missing"),
     "a question never asked": (lambda record: record["charged"][0].update(count=0), "count=0"),
 }
 

@@ -144,7 +144,8 @@ def _check_steps(folder: RunFolder, history: LedgerHistory, finished: bool) -> N
     """Records and weights must not be there without the questions that they follow from.
 
     A question is in the ledger before its step has a record, and the end of the steps (the assumption `fixed_steps`)
-    before the weights are written: a run that was killed at any time passes."""
+    before the weights are written: a run that was killed at any time passes. Loops of one's own write weights when they
+    like."""
     recorded = folder.last_record()
     if recorded > history.last_step:
         raise LedgerError(
@@ -152,7 +153,7 @@ def _check_steps(folder: RunFolder, history: LedgerHistory, finished: bool) -> N
             "were cut from the ledger"
         )
     weights, ended = folder.path / "model.pt", finished or "fixed_steps" in history.assumptions
-    if weights.exists() and not ended:
+    if weights.exists() and not ended and (folder.path / "run.json").exists():
         raise LedgerError(
             f"{weights} is there, which a run writes when it ends, and its ledger has no end: rows were cut from it, "
             "or the run was declared finished early and killed meanwhile; resume it"
