@@ -8,6 +8,7 @@ what is frozen must be as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -30,7 +31,14 @@ GATHERED = (
 
 
 def require_covered(module: nn.Module, optimizer: Optimizer) -> None:
-    """Before training: the optimizer holds the module's trainable parameters, all of them and no others."""
+    """Before training: the optimizer steps by one gradient, and holds the module's trainable parameters, all of them
+    and no others."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise ValueError(
+            f"optimizer: a step of {type(optimizer).__name__} calls its closure for several gradients of one batch, "
+            "and each would be a release of its own. Take one that steps by one gradient, as torch.optim.SGD or AdamW"
+        )
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     known = set(map(id, trainable.values()))
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

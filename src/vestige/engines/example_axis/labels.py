@@ -537,22 +537,26 @@ class Tracker(TorchDispatchMode):
     def finish(self, func: Any, found: Any, labels: Sequence[Label | None], args: Any, kwargs: Any) -> Any:
         """Label what an operator gave: one label for each of its outputs."""
         outputs = found if isinstance(found, tuple | list) else (found,)
-        written, held = written_by(func, args, kwargs), set()
-        if written:
-            self.labels.no_identity(written)
-            for tensor in written:
-                self.labels.write(tensor, self._beside_reads(tensor, labels[0], args))
-            held = {tensor.untyped_storage()._cdata for tensor in written}
-        for tensor, label in zip(outputs, labels, strict=True):
-            if label is None or not isinstance(tensor, Tensor):
-                continue
-            if not held or tensor.untyped_storage()._cdata not in held:
-                self.labels.set(tensor, label)
-        if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and labels[0] is not None:
-            made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
-            if made_of and made_of[0] is not None and all(made_of):
-                self.scalars[found.untyped_storage()._cdata] = made_of[0]
+        written = written_by(func, args, kwargs)
+        with unseen_by_functions():
+            held = self._write(written, labels[0], args) if written else ()
+            for tensor, label in zip(outputs, labels, strict=True):
+                if label is None or not isinstance(tensor, Tensor):
+                    continue
+                if not held or tensor.untyped_storage()._cdata not in held:
+                    self.labels.set(tensor, label)
+            if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and labels[0] is not None:
+                made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
+                if made_of and made_of[0] is not None and all(made_of):
+                    self.scalars[found.untyped_storage()._cdata] = made_of[0]
         return found
+
+    def _write(self, written: Sequence[Tensor], label: Label | None, args: Any) -> set[int]:
+        """The storages of what was written, which have new labels."""
+        self.labels.no_identity(written)
+        for tensor in written:
+            self.labels.write(tensor, self._beside_reads(tensor, label, args))
+        return {tensor.untyped_storage()._cdata for tensor in written}
 
     def _beside_reads(self, written: Tensor, label: Label | None, args: Any) -> Label | None:
         """The label of what was written. Where another argument is a view of the same memory, some of it may have been
@@ -670,8 +674,24 @@ def first_mixed(labels: Iterable[Label | None]) -> Mixed | None:
 
 
 def of_one_example(labelled: Labelled) -> Rows | None:
-    """The label of a function of one example alone, whatever the operator: that example's."""
+    """The label of a function of one example alone, whatever the operator: that example's. A slice of one row beside
+    others of its example is that."""
     first = labelled[0][1]
-    if not isinstance(first, Rows) or first.axis >= 0:
+    if len(labelled) == 1:
+        return first if isinstance(first, Rows) and first.axis < 0 else None
+    if not any(isinstance(label, Rows) and label.axis < 0 for _, label in labelled):
         return None
-    return first if all(label == first for _, label in labelled) else None
+    return of_slices_of_one(labelled)
+
+
+def of_slices_of_one(labelled: Labelled) -> Rows | None:
+    """The label of a function of slices of one example."""
+    found = [alone(*each) for each in labelled]
+    return found[0] if all(each == found[0] for each in found) else None
+
+
+def alone(tensor: Tensor, label: Label) -> Rows | None:
+    """The label of one example alone, where all of the tensor belongs to one."""
+    if not isinstance(label, Rows) or (label.axis >= 0 and tensor.shape[label.axis] != 1):
+        return None
+    return label if label.axis < 0 else Rows(-1, 1, label.count, label.batch, label.first)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from vestige.engines.example_axis import argument_checks
 from vestige.engines.example_axis.labels import (
     UNINITIALISED,
     Label,
@@ -25,10 +26,12 @@ from vestige.engines.example_axis.labels import (
     Rows,
     Rule,
     Tracker,
+    alone,
     first_mixed,
     install_rules,
     mixed,
     of_one_example,
+    of_slices_of_one,
     spared,
     unseen_by_functions,
 )
@@ -67,8 +70,11 @@ def ruled(labeller: Labeller) -> Rule:
                 given = moved(op) or given
             outputs = op.outputs
             labels = given if isinstance(given, list) else [given] * len(outputs)
-            if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
-                labels = [_whole(each, arguments[0]) for each in outputs]
+            if problem is None and first_mixed(labels) is not None:
+                if _of_a_batch_of_one(arguments):
+                    labels = [_whole(each, arguments[0]) for each in outputs]
+                elif (own := of_slices_of_one(labelled)) is not None:
+                    labels = [own] * len(outputs)
             tracker.finish(func, found, labels, args, kwargs)
             for tensor, label in zip(outputs, labels, strict=True):
                 if isinstance(label, Ordered):
@@ -107,10 +113,16 @@ def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labell
     return unknown(tracker, func, args, kwargs, labelled)
 
 
+def unraised(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    """An operator that does nothing but raise an error if values are wrong: it would tell of them."""
+
+
 def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """Python looks at a value, or at a size that depends on values."""
     if func is torch.ops.aten._local_scalar_dense.default and spared(func):
         return func(*args, **kwargs) if tracker.answer is None else tracker.answer
+    if func is torch.ops.aten._local_scalar_dense.default and (well := argument_checks.answer()) is not None:
+        return well
     tracker.read(func)
     found = func(*args, **kwargs)
     label = mixed(func.overloadpacket.__name__, "has a size that depends on the examples", unknown=True)
@@ -670,8 +682,10 @@ def select_backward(op: Op) -> Given:
     if label is None:
         return None
     dim, index = op["dim"] % len(sizes), op["index"]
-    if label.axis < 0 and (sizes[dim], index % sizes[dim]) == (label.count, label.first):
-        return label._replace(axis=dim, first=0)  # one example's gradient, in its row
+    own = alone(op["grad_output"], label)
+    row = dim == 0 or sizes[0] != 1  # not a column of a batch of one, of which there may be as many
+    if own is not None and row and (sizes[dim], index % sizes[dim]) == (own.count, own.first):
+        return own._replace(axis=dim, first=0)  # one example's gradient, in its row
     return label.at(label.axis + (dim <= label.axis)) if label.axis >= 0 else label
 
 
@@ -826,6 +840,7 @@ _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
 _BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
 _BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
 _BY_NAME["copy_"] = Rule(copied_into)
+_BY_NAME["_linalg_check_errors"] = Rule(unraised, of_one_example=False)
 _BY_NAME["select_backward"] = Rule(_BY_NAME["select_backward"].apply, of_one_example=False)
 _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
 

@@ -154,7 +154,7 @@ class Pass:
         if label is None:
             return None
         if label.count != self.examples or label.first or tensor.shape[label.axis] % (label.inner * label.count):
-            raise NotApart("a use of parameters is about some rows of the batch only")
+            raise NotApart("a use of parameters is about some rows of the batch only", unknown=True)
         return Axis(label.axis, label.inner, label.count)
 
     def axes(self, outputs: Sequence[Tensor]) -> tuple[Axis, ...]:

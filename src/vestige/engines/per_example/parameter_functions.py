@@ -115,6 +115,8 @@ def rows_of(table: Expression, index: Tensor, unused: int | None = None) -> Back
 def joined(parts: Sequence[Expression | Tensor], axis: int, stacked: bool) -> Back:
     """Of several expressions and constants side by side along an axis, or stacked along a new one: the slices that come
     from each; factors are cut along their own axis."""
+    if not stacked:  # torch leaves out empty vectors, whatever the axis
+        parts = [each for each in parts if value_of(each).shape != (0,)]
     sizes = [1 if stacked else value_of(each).shape[axis] for each in parts]
 
     def back(gradient: Gradient) -> Pulled:

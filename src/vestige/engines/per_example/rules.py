@@ -130,6 +130,15 @@ def _shifted(product: Ruled, bias: Operand | None) -> Ruled:
     return output + value_of(bias), saved, settle
 
 
+def _in_own_part(each: Tensor, axis: int) -> Tensor:
+    """Gradients [examples, ..., positions, ...] of what was expanded over the batch: an example's part is not zero."""
+    count, moved = len(each), each.movedim(axis, 1)
+    whole = moved.new_zeros(count, count, *moved.shape[1:])
+    every = torch.arange(count, device=each.device)
+    whole[every, every] = moved
+    return whole.flatten(1, 2).movedim(1, axis)
+
+
 def einsum(equation: object, *operands: Any) -> Ruled:
     """Any product in which one factor is made of parameters: its gradient is the product of the others and of the
     gradient of the output, an example's by itself."""
@@ -150,10 +159,9 @@ def einsum(equation: object, *operands: Any) -> Ruled:
         return None
 
     def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
-        label = output[axis.place]
-        if label in own and parameter.value.shape[own.index(label)] != 1:
-            raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
-        wanted, parts, names = own.replace(label, ""), [], []  # given to each example, and there is but one of them
+        label, parts, names = output[axis.place], [], []
+        expanded = label in own and parameter.value.shape[own.index(label)] != 1  # over the batch, each its own part
+        wanted = own if expanded else own.replace(label, "")  # else there is but one, given to each example
         for tensor, labels in zip((*saved, signal), (*theirs, output), strict=True):
             tensor = wide(tensor)
             if label in labels:  # [examples, positions, the others]: the positions take the label's place
@@ -162,12 +170,14 @@ def einsum(equation: object, *operands: Any) -> Ruled:
                 labels = "Z" + labels
             parts.append(tensor)
             names.append(labels)
-        if len(parts) == 2 and wanted == own:
+        if len(parts) == 2 and wanted == own and not expanded:
             found = _product_of(parts, names, own)
             if found is not None:
                 yield parameter, found
                 return
         dense = torch.einsum(f"{','.join(names)}->Z{wanted}", *parts)
+        if expanded:
+            dense = _in_own_part(dense, 1 + own.index(label))
         yield parameter, Dense(dense.reshape(axis.examples, *parameter.value.shape))
 
     found = torch.einsum(f"{','.join(inputs)}->{output}", *map(value_of, operands))

@@ -454,7 +454,12 @@ def _settle(
 
     def pulled(others: Sequence[Tensor], signals: Sequence[Tensor]) -> tuple[Tensor, ...]:
         back: Callable[..., tuple[Tensor, ...]] = vjp(partial(outputs_of, others), *values)[1]
-        return back(tuple(signals))
+        try:
+            return back(tuple(signals))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:  # outputs of another shape than an example's signal
+            raise TypeError(f"does not take one example by itself: {str(problem).splitlines()[0]}") from None
 
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
     others = [t if axis is None else axis.alone(t) for t, axis in zip(saved, others_axes, strict=True)]

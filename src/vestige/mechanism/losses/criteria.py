@@ -80,6 +80,8 @@ def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
 
 def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) -> Tensor:
     """The loss of every batch of one example."""
+    if len(targets[0]) == 1:
+        return loss(outputs, *targets).sum()[None]
     leaves, shape = tree_flatten(outputs)
     if len(leaves) == 1 and leaves[0] is outputs and hasattr(outputs, "__dict__") and not isinstance(outputs, Tensor):
 

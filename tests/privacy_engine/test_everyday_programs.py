@@ -1,0 +1,308 @@
+"""Do ordinary models and losses, in their libraries' defaults, step as one example at a time, proved and at once?"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import Normal, kl_divergence
+
+import vestige
+from loops import flat, oracle
+
+ROWS, BOUND = 9, 0.5
+
+
+def probabilities(x):
+    return torch.softmax(x[:, :3] * 3, 1)
+
+
+class Expanded(nn.Module):
+    """Relative positions as XLNet has them: a parameter times positions that were expanded over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.relative, self.head = nn.Parameter(torch.randn(6, 2, 3)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.stack([x, x.flip(1), x * 2], 1)
+        positions = torch.arange(3.0, dtype=x.dtype)[:, None, None].expand(-1, len(x), 6)
+        keys = torch.einsum("jbh,hnd->jbnd", positions, self.relative.to(x.dtype))
+        scores = torch.einsum("bind,jbnd->bnij", x.view(len(x), 3, 2, 3), keys)
+        return self.head((x * scores.sum((1, 2, 3))[:, None, None] / 100).tanh().mean(1))
+
+
+class Prefixed(nn.Module):
+    """A cache that begins empty, as those of transformers do, with a prefix that is a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.prefix, self.head = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        kept = torch.cat([torch.tensor([], dtype=x.dtype), (self.prefix * 1)[None]], dim=-2)
+        return self.head(x + kept.mean((0, 1)))
+
+
+class Inverted(nn.Module):
+    """Of matrices that are inverted, which torch checks."""
+
+    def __init__(self, invert):
+        super().__init__()
+        torch.manual_seed(3)
+        self.map, self.head, self.invert = nn.Linear(6, 4), nn.Linear(2, 3), invert
+
+    def forward(self, x):
+        made = self.map(x).view(-1, 2, 2)
+        return self.head(self.invert(torch.eye(2, dtype=x.dtype) + made.mT @ made).mean(1))
+
+
+def linear():
+    torch.manual_seed(3)
+    return nn.Linear(6, 3)
+
+
+def ctc(outputs, targets):
+    steps = outputs.view(len(outputs), 6, 5).log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(steps, targets % 4 + 1, torch.full((len(outputs),), 6), torch.full((len(outputs),), 2))
+
+
+def wide():
+    torch.manual_seed(3)
+    return nn.Linear(6, 30)
+
+
+PROGRAMS = {
+    "kl_div": (linear, lambda o, x: F.kl_div(o.log_softmax(1), probabilities(x), reduction="batchmean")),
+    "kl_div by hand": (
+        linear,
+        lambda o, x: F.kl_div(o.log_softmax(1), probabilities(x), reduction="none").sum(1).mean(),
+    ),
+    "triplet": (linear, lambda o, x: F.triplet_margin_loss(o, x[:, :3], x[:, 3:])),
+    "multi-margin": (linear, lambda o, x: F.multi_margin_loss(o, (x[:, 0] > 0).long())),
+    "ctc": (wide, lambda o, x: ctc(o, (x[:, :2] * 7).long().abs())),
+    "gaussian_nll": (linear, lambda o, x: F.gaussian_nll_loss(o[:, 0], x[:, 0], F.softplus(o[:, 1]))),
+    "log_prob": (linear, lambda o, x: -Normal(o[:, 0], F.softplus(o[:, 1])).log_prob(x[:, 0]).mean()),
+    "divergence": (linear, lambda o, x: kl_divergence(Normal(o[:, 0], o[:, 1].exp()), Normal(0.0, 1.0)).mean()),
+    "inverse": (lambda: Inverted(torch.linalg.inv), lambda o, x: F.mse_loss(o, x[:, :3])),
+    "cholesky": (lambda: Inverted(torch.linalg.cholesky), lambda o, x: F.mse_loss(o, x[:, :3])),
+    "expanded": (Expanded, lambda o, x: F.mse_loss(o, x[:, :3])),
+    "prefix": (Prefixed, lambda o, x: F.mse_loss(o, x[:, :3])),
+}
+
+
+def inputs():
+    return torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_proved_and_steps_as_one_example_at_a_time(name):
+    make, loss = PROGRAMS[name]
+    x = inputs()
+    expected = oracle(make(), lambda model, row, target: loss(model(row), target), [(each, each) for each in x], BOUND)
+    model = make()
+    before = flat(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="examples cannot be proved")
+        training = vestige.train(
+            model, loss, (x, x), noise_multiplier=1e-6, delta=1e-5, steps=1, sample_rate=1.0, max_grad_norm=BOUND,
+            lr=1.0, reproducible=7,
+        )  # fmt: skip
+        list(training)
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+    assert not [
+        each for each in training.guarantee().assumptions if each.status == "assumed" and each.name == "rows_apart"
+    ]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_its_loss_by_the_engines_criterion(name):
+    make, loss = PROGRAMS[name]
+    x, model, engine = inputs(), make(), vestige.PrivacyEngine(reproducible=3)
+    expected = oracle(make(), lambda model, row, target: loss(model(row), target), [(each, each) for each in x], BOUND)
+    before = flat(model)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=ROWS),
+        noise_multiplier=1e-6, max_grad_norm=BOUND,
+    )  # fmt: skip
+    criterion = engine.criterion(loss)
+    for row, target in loader:
+        criterion(model(row), target).backward()
+        optimizer.step()
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+
+
+class ByRow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.map, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.stack([self.map(row) for row in x]))
+
+
+class OwnLoss(nn.Module):
+    """A model with a loss of its own, of which Python sees a value."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return {"loss": F.mse_loss(self.head(x), x[:, :3]) * (1.0 if float(x.sum()) < 1e9 else 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(ByRow, lambda o, x: F.mse_loss(o, x[:, :3])), (OwnLoss, lambda o, _: o["loss"])],
+    ids=["rows in turn", "a loss of the model's own"],
+)
+def test_what_is_not_proved_is_run_one_example_at_a_time(make, loss, recwarn):
+    x = inputs()
+    expected = oracle(make(), lambda model, row, target: loss(model(row), target), [(each, each) for each in x], BOUND)
+    model = make()
+    before = flat(model)
+    list(
+        vestige.train(
+            model,
+            loss,
+            (x, x),
+            noise_multiplier=1e-6,
+            delta=1e-5,
+            steps=1,
+            sample_rate=1.0,
+            max_grad_norm=BOUND,
+            lr=1.0,
+            reproducible=7,
+        )
+    )
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+    assert [each for each in recwarn if "examples cannot be proved" in str(each.message)]
+
+
+def test_an_optimizer_that_needs_several_gradients_is_refused():
+    model = nn.Linear(6, 3)
+    with pytest.raises(ValueError, match="a step of LBFGS calls its closure for several gradients"):
+        vestige.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.LBFGS(model.parameters()),
+            data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs()), batch_size=3),
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+# --- errors of libraries ----------------------------------------------------------------------------------------------
+
+
+CHECKS = """
+import torch
+
+def simple(x):
+    if (x < 0).any():
+        raise ValueError("negative")
+    return x * 2
+
+def denied(x):
+    if not (x > 0).all():
+        said = "negative"
+        raise ValueError(said)
+    return x * 2
+
+def several(x):
+    if (x < 0).any() or x.isnan().any():
+        raise ValueError("negative")
+    return x * 2
+
+def asserted(x):
+    assert (x > 0).all() and x.isfinite().all(), "negative"
+    return x * 2
+
+def other_way(x):
+    if (x < 0).any():
+        x = -x
+    return x * 2
+
+def by_number(x):
+    if x.min().item() < 0:
+        raise ValueError("negative")
+    return x * 2
+
+def undecided(x):
+    if (x < 0).any() or not (x < 5).all():
+        raise ValueError("negative")
+    return x * 2
+
+def nested(x):
+    if len([1] if (x < 0).any() else []) > 0:
+        raise ValueError("negative")
+    return x * 2
+
+def handled(x):
+    if (x < 0).any():
+        return x
+        raise ValueError("never")
+    return x * 2
+"""
+"""Of an installed library: those that only raise come first, `undecided` needs both answers."""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    from vestige.engines.example_axis import argument_checks
+
+    path = tmp_path / "library.py"
+    path.write_text(CHECKS)
+    names = {}
+    exec(compile(CHECKS, str(path), "exec"), names)
+    monkeypatch.setattr(argument_checks, "LIBRARIES", str(tmp_path))
+    return names
+
+
+def stepped(change, x):
+    class Changed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(change(x))
+
+    model, engine = Changed(), vestige.PrivacyEngine(reproducible=3)
+    model, _, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=len(x)),
+        noise_multiplier=1e-6, max_grad_norm=BOUND,
+    )  # fmt: skip
+    return model(next(iter(loader))[0])
+
+
+@pytest.mark.parametrize("name", ["simple", "denied", "several", "asserted"])
+def test_a_check_of_a_library_that_only_raises_sees_nothing(name, library):
+    for x in (inputs().abs() + 0.1, -inputs().abs() - 0.1):
+        assert stepped(library[name], x).shape == (ROWS, 3)
+
+
+@pytest.mark.parametrize("name", ["other_way", "by_number", "undecided", "nested", "handled"])
+def test_a_look_that_decides_anything_else_is_a_look(name, library):
+    for x in (inputs().abs() + 0.1, -inputs().abs() - 0.1):
+        with pytest.raises(ValueError, match="looks at a value of the examples"):
+            stepped(library[name], x)
+
+
+def test_a_check_of_the_users_own_is_a_look():
+    def checked(x):
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x
+
+    with pytest.raises(ValueError, match="looks at a value of the examples"):
+        stepped(checked, inputs().abs())
