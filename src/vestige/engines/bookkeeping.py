@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
@@ -120,6 +121,10 @@ class BookKeeping:
             found = self._rowwise(outputs, targets)
             if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
                 return found
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(batch[0])):
+                shape = tuple(leaf.shape)
+                raise NotApart(f"the model gives a tensor of shape {shape}, not a row for each example", unknown=True)
         return example_losses(self.loss, outputs, targets)
 
     def _rowwise(self, outputs: Any, targets: Targets) -> Any:
