@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import vestige
@@ -81,7 +82,7 @@ def run(memory, releases, points, layout, rate=0.25, device="cpu"):
     for row, point in zip(releases.to(device), points, strict=True):
         point = {name: p.to(device) for name, p in point.items()}
         out, state, diagnostics = memory.step(Release(row.clone(), 1.0, 10.0, rate), state, point)
-        outputs.append(out.cpu())
+        outputs.append(out.cpu().clone())  # it may be a row of the memory
         seen.append({key: value.cpu().clone() for key, value in diagnostics.items()})
     return torch.stack(outputs), {key: torch.stack([row[key] for row in seen]).numpy() for key in seen[0]}
 
@@ -152,6 +153,51 @@ def law_of_the_paper(
         np.testing.assert_allclose(seen[ours], told[theirs], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(seen["effective_depth"], told["depth"].mean(1), rtol=1e-9 if device == "cpu" else 1e-6)
     np.testing.assert_allclose(seen["memory_ratio"], told["ratio"].mean(1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["paper", "disjoint"])
+def test_a_run_by_itself_and_one_of_a_stack_take_the_same_steps(gate):
+    """Their inner products are added up in two ways; a group's coordinates need not be adjacent."""
+    layout, memory = Layout.of(make_model(), Patterns(("0.*", "2.*", "*"))), Spectral(0.6, 0.9, 5, gate=gate, warm_up=0)
+    assert [segment.group for segment in layout.segments] == [0, 0, 2, 2, 1, 1, 2, 2]
+    releases, points = walk(layout, make_model())
+    alone, seen = run(memory, releases, points, layout)
+    other, _ = walk(layout, make_model(), seed=1)
+    state = {key: [value, value] for key, value in memory.init(layout, torch.device("cpu")).items()}
+    state = {k: torch.stack(v) if isinstance(v[0], torch.Tensor) else v[0] for k, v in state.items()}
+    for t, (row, point) in enumerate(zip(releases, points, strict=True)):
+        twice = {name: torch.stack([p, p]) for name, p in point.items()}
+        release = Release(torch.stack([row, other[t]]), torch.ones(2, 1), 10.0, 0.25)
+        directions, state, stacked = memory.step(release, state, twice)
+        np.testing.assert_allclose(directions[0], alone[t], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(stacked["gate"][0], seen["gate"][t], atol=1e-6)
+        np.testing.assert_allclose(stacked["memory_ratio"][0], seen["memory_ratio"][t], atol=1e-6)
+
+
+def test_a_step_on_a_cpu_writes_no_products_of_vectors():
+    """An inner product is added up as it is computed, and the direction is the window's new row: of vectors, a step
+    writes anew only the recalled one."""
+    layout = Layout.of(make_model(), Layers())
+    releases, points = walk(layout, make_model())
+    memory = Spectral(0.6, 0.9, 4, warm_up=0, refresh=100)
+    state = memory.init(layout, torch.device("cpu"))
+    for t, (row, point) in enumerate(zip(releases, points, strict=True)):
+        known = {each.untyped_storage().data_ptr() for each in (*state.values(), row) if isinstance(each, torch.Tensor)}
+        known |= {each.untyped_storage().data_ptr() for each in point.values()}
+        written: list[torch.Tensor] = []
+
+        class Written(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None, known=known, written=written):
+                out = function(*args, **(kwargs or {}))
+                place = out.untyped_storage() if isinstance(out, torch.Tensor) else None
+                if place is not None and place.nbytes() >= 4 * layout.size and place.data_ptr() not in known:
+                    known.add(place.data_ptr())
+                    written.append(out)  # kept, so that no other one has its place
+                return out
+
+        with Written():
+            memory.step(Release(row, 1.0, 10.0, 0.25), state, point)
+        assert len(written) == (t > 0)
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None

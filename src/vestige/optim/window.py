@@ -62,7 +62,7 @@ class Ring:
 
     @property
     def lags(self) -> Tensor:
-        return _rising(self.depth, self.past.device)[: self.filled]
+        return rising(self.depth, self.past.device)[: self.filled]
 
     def compared(self) -> tuple[Tensor, Tensor]:
         """The norm of the trend, [...], and the distance from it of each row by lag, [..., filled].
@@ -83,7 +83,8 @@ def _falling(depth: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _rising(depth: int, device: torch.device) -> Tensor:
+def rising(depth: int, device: torch.device) -> Tensor:
+    """The lags 1, 2, ..., depth, in float64. Never to be written to."""
     return torch.arange(1, depth + 1, dtype=torch.float64, device=device)
 
 

@@ -20,7 +20,7 @@ from vestige.mechanism.clipping import Parameters
 from vestige.optim.memory import Filtered, MemoryState, unknown_noise
 from vestige.optim.spectral import tail_exponent
 from vestige.optim.spectral.tail_exponent import Convention
-from vestige.optim.window import MOST_ROWS, weighted_sum
+from vestige.optim.window import MOST_ROWS, rising, weighted_sum
 from vestige.randomness.sum_and_release_types import Divided, Release
 from vestige.tf32 import triton_available
 
@@ -152,24 +152,26 @@ class Spectral:
             state["tempering"] = self.tempering(state["exponent"])
         if changed:
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
-        gate = scale = ratio = torch.zeros_like(state["exponent"])
-        direction = fresh * self.fresh_weight
-        if count and depth:
-            sections = _sections(state["lengths"], state["groups"])
-            recalled, inner = self._recall(fresh, state, sections)
-            inner = dict(zip(inner, release.totalled(torch.stack([*inner.values()])).unbind(), strict=True))
+        gate = scale = ratio = share = torch.zeros_like(state["exponent"])
+        if not depth:
+            state["count"] += 1
+            return Filtered(fresh * self.fresh_weight, state, _shown(state, gate, scale, ratio, share))
+        sections, recalled = _sections(state["lengths"], state["groups"]), None
+        if count:
+            recalled, names, products = self._recall(fresh, state, sections)
+            inner = dict(zip(names, release.totalled(products).unbind(), strict=True))
             gate, scale = self._gate(inner), self._scale(inner)
             share = pull * gate * scale
+            ratio = _ratio(share, inner, self.fresh_weight)
+        direction = state["past"][..., count % depth, :]  # in the place of the oldest one, which is in `recalled`
+        torch.mul(fresh, self.fresh_weight, out=direction)
+        if recalled is not None:
             rounded = share.to(fresh.dtype)
             for start, stop, group in sections:
                 direction[..., start:stop].addcmul_(recalled[..., start:stop], rounded[..., group, None])
-            ratio = _ratio(share, inner, self.fresh_weight)
-        if depth:
-            state["past"][..., count % depth, :].copy_(direction)
-            state["trend"].lerp_(direction, self.smoothing if count else 1.0)
+        state["trend"].lerp_(direction, self.smoothing if count else 1.0)
         state["count"] += 1
-        lags = torch.arange(1, depth + 1, dtype=torch.float64, device=fresh.device)
-        depths = state["weights"] @ lags
+        depths = state["weights"] @ rising(depth, fresh.device)
         return Filtered(direction, state, _shown(state, gate, scale, ratio, depths))
 
     def _fused(self, release: Release, state: MemoryState) -> bool:
@@ -239,7 +241,7 @@ class Spectral:
 
     def weigh(self, tempering: Tensor, filled: int) -> Tensor:
         """Weights over lags 1, 2, ...: [..., groups, window - 1], rows summing to one, or zero if nothing is there."""
-        lags = torch.arange(1, self.window, dtype=torch.float64, device=tempering.device)
+        lags = rising(self.window - 1, tempering.device)
         if not filled:
             return tempering.new_zeros(*tempering.shape, len(lags))
         scores = (self.order - 1) * torch.log1p(lags) - tempering[..., None] * lags
@@ -249,8 +251,9 @@ class Spectral:
         steps = epoch if self.warm_up is None else self.warm_up
         return 1 - exp(-count / steps) if steps else 1.0
 
-    def _recall(self, fresh: Tensor, state: MemoryState, sections: Sections) -> tuple[Tensor, dict[str, Tensor]]:
-        """The recalled vector, and the inner products by group that the gate, the scale and the records need."""
+    def _recall(self, fresh: Tensor, state: MemoryState, sections: Sections) -> tuple[Tensor, list[str], Tensor]:
+        """The recalled vector, and the inner products by group that the gate, the scale and the records need: their
+        names, and [names, ..., groups]."""
         past, trend = state["past"], state["trend"]
         by_lag = state["weights"]
         recalled = _combine(by_lag, state, sections)
@@ -262,10 +265,7 @@ class Spectral:
             odd = _combine(torch.where(lags % 2 == 1, by_lag, 0.0), state, sections)
             even = _combine(torch.where(lags % 2 == 0, fading, 0.0), state, sections)
             pairs |= {"oo": (odd, odd), "eo": (even, odd), "ee": (even, even)}
-        products = torch.empty(len(pairs), *fresh.shape, dtype=fresh.dtype, device=fresh.device)
-        for row, (one, other) in zip(products, pairs.values(), strict=True):
-            torch.mul(one, other, out=row)
-        return recalled, dict(zip(pairs, _sums(products, sections, by_lag.shape[-2]), strict=True))
+        return recalled, list(pairs), _inner_products(list(pairs.values()), sections, by_lag.shape[-2])
 
     def _gate(self, inner: Mapping[str, Tensor]) -> Tensor:
         if self.gate == "open":
@@ -426,13 +426,26 @@ def _combine(by_lag: Tensor, state: MemoryState, sections: Sections) -> Tensor:
     return combined
 
 
-def _sums(rows: Tensor, sections: Sections, groups: int) -> Tensor:
-    """Sums over each group's coordinates, in float64: [..., size] -> [..., groups]."""
-    parts = torch.stack([rows[..., start:stop].sum(-1) for start, stop, _ in sections], dim=-1).double()
+def _inner_products(pairs: Sequence[tuple[Tensor, Tensor]], sections: Sections, groups: int) -> Tensor:
+    """Each pair's inner product over each group's coordinates, in float64: [..., size] -> [pairs, ..., groups]."""
+    one = pairs[0][0]
+    if one.dim() == 1 and one.device.type == "cpu":  # products that are never written cost half as much
+        cut = [[(a[start:stop], b[start:stop]) for start, stop, _ in sections] for a, b in pairs]
+        parts = torch.tensor([[torch.dot(a, b).item() for a, b in row] for row in cut], dtype=torch.float64)
+        return _by_owner(parts, sections, groups)
+    products = torch.empty(len(pairs), *one.shape, dtype=one.dtype, device=one.device)
+    for row, (a, b) in zip(products, pairs, strict=True):
+        torch.mul(a, b, out=row)
+    parts = torch.stack([products[..., start:stop].sum(-1) for start, stop, _ in sections], dim=-1).double()
+    return _by_owner(parts, sections, groups)
+
+
+def _by_owner(parts: Tensor, sections: Sections, groups: int) -> Tensor:
+    """The sums of each group, from those of its sections: [..., sections] -> [..., groups]."""
     if len(sections) == groups and all(group == index for index, (_, _, group) in enumerate(sections)):
         return parts
-    owners = torch.tensor([group for _, _, group in sections], device=rows.device)
-    return torch.zeros(*parts.shape[:-1], groups, dtype=parts.dtype, device=rows.device).index_add(-1, owners, parts)
+    owners = torch.tensor([group for _, _, group in sections], device=parts.device)
+    return torch.zeros(*parts.shape[:-1], groups, dtype=parts.dtype, device=parts.device).index_add(-1, owners, parts)
 
 
 def _ratio(pull: Tensor, inner: Mapping[str, Tensor], fresh_weight: float) -> Tensor:
