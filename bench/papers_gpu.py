@@ -41,6 +41,7 @@ from torch import Tensor
 from vestige.compare import execute_run, paper_presets, run_grid
 from vestige.compare.execute_run import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
+from vestige.compare.report.figures import COMPONENTS
 from vestige.files import read_json, write_json
 from vestige.optim.spectral import tail_exponent
 from vestige.run_records import CompletedRun, FailedRun, Run, completed
@@ -132,6 +133,7 @@ PIECES = (
     Piece("fo-scan", 4, "lambda, tau, gamma, kappa, zeta", _both),
     Piece("br-decay", 4, "decay and batch of the loss test", _given, 2),
     Piece("br-table2", 4, "the field at epsilon 1", _at(1.0), 2),
+    Piece("br-table2-hf", 4, "DPSGD-HF at epsilon 1", lambda run: run.method == "dp-sgd" and _at(1.0)(run), 2),
     Piece("fo-fig1", 4, "three datasets, rivals that stack", lambda run: _stacks(run) and _paper(run)),
     Piece("fo-fig2", 4, "five betas, three datasets, at one epsilon", _equal),
     Piece("fo-rates", 4, "seven learning rates", _given),
@@ -154,6 +156,7 @@ PIECES = (
 # --- how long a run takes --------------------------------------------------------------------------------------------
 
 TRIALS = {"mnist-ts": 20.0, "fmnist-ts": 30.0, "cifar10-ts": 90.0, "imdb-lstm": 150.0, "cifar10-resnet18": 60.0}
+TRIALS |= {"mnist-hf": 25.0, "fmnist-hf": 40.0, "cifar10-hf": 120.0}
 """Seconds of a run of these tasks on one H200, guessed before the first was made; the runs correct it."""
 
 
@@ -460,23 +463,40 @@ def _short(value: float | None) -> float | None:
 def _row(record: CompletedRun) -> dict[str, Any]:
     """What a run was and what it reached."""
     made, curve = record.run, record.curve or ()
+    watched = _paper(made) or made.task in TRIALS
     row = {
         "id": made.without_curve.id,
         "task": made.task, "label": made.label, "method": made.method, "options": dict(made.options),
         "budget": str(made.budget), "stage": made.stage, "seed": made.seed, "steps": record.steps,
         "accuracy": record.score, "best": record.best, "epsilon": record.statement.epsilon,
         "lr": record.statement.lr, "seconds": record.seconds, "stacked": record.stacked,
-        "curve": [[point[0], *map(_short, point[1:])] for point in curve] if _paper(made) else [],
+        "curve": [[point[0], *map(_short, point[1:])] for point in (curve if watched else ())],
     }  # fmt: skip
-    means = {}
+    means: dict[str, Any] = {}
     for name in ("effective_depth", "memory_ratio"):
         series = [value for _, value in record.pictures.get(name, ()) if isinstance(value, float | int)]
         if series:
             means[name] = sum(series) / len(series)
+    components = _by_component(record)
+    if components:
+        means["components"] = components
     if record.selection is not None:
         means |= {"trials": record.selection.trials, "updates": record.selection.updates}
         means |= {"accepted": record.selection.accepted}
     return {**row, **means}
+
+
+def _by_component(record: CompletedRun) -> dict[str, list[float]]:
+    """Exponent and tempering of each component of a ResNet-18: means over its layers and over training."""
+    found = {}
+    for name, members in COMPONENTS.items() if record.run.task.endswith("-resnet18") else ():
+        pair = []
+        for key in ("exponent", "tempering"):
+            values = [value[i] for _, value in record.pictures.get(key, ()) for i in members if value[i] is not None]
+            pair += [sum(values) / len(values)] if values else []
+        if len(pair) == 2:
+            found[name] = pair
+    return found
 
 
 # --- the times of a step ---------------------------------------------------------------------------------------------

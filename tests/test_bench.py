@@ -616,7 +616,7 @@ def test_a_part_of_a_dataset_never_stands_for_the_whole(bench, tmp_path):
     np.savez(tmp_path / "cifar10_7k.npz", y_train=np.zeros(5000), y_test=np.zeros(2000))
     piece = papers.Piece("br-fig7", 1, "", papers._given)
     assert papers.readable(papers.PIECES[0], "cifar10-mlp", tmp_path)
-    assert not papers.readable(piece, "cifar10-ts", tmp_path)
+    assert not papers.readable(piece, "cifar10-hf", tmp_path)
     assert not papers.readable(papers.PIECES[0], "cifar100-mlp", tmp_path)
 
 
@@ -631,6 +631,9 @@ def test_verdicts_follow_from_intervals(bench):
     assert docs.verdict([flat, None, None]) == docs.TOO_LITTLE
     assert docs.verdict([high, None]) == docs.PARTLY
     assert docs.verdict([flat, None]) == docs.NOT
+    up, open_, down = (docs.Found(mean, mean - 1, mean + 1, 2, "here", 0.5) for mean in (4.0, 0.2, -2.0))
+    assert docs.verdict([up]) == docs.verdict([open_]) == docs.TOO_LITTLE  # two pairs never give less than p = 1/2
+    assert docs.verdict([down]) == docs.verdict([open_], 4.1) == docs.NOT
     weak, strong = (docs.Found(4.0, 3.0, 5.0, 13, "here", p) for p in (0.04, 0.001))
     assert docs.verdict([weak]) == docs.verdict([strong, strong]) == docs.REPRODUCED
     assert docs.verdict([weak, weak]) == docs.NOT  # 0.04 twice is 0.08 after Holm

@@ -108,10 +108,31 @@ def test_br_at_its_own_settings_on_mnist_is_refuted():
 )
 def test_the_command_says_what_is_refuted(name, least):
     result = CliRunner().invoke(app, ["reproduce", name, "--json"])
-    rows = {row["dataset"]: row for row in json.loads(result.stdout)["rows"]}
+    rows = {(row["dataset"], row["target"]): row for row in json.loads(result.stdout)["rows"]}
     for dataset, bound in least.items():
-        assert bound < rows[dataset]["epsilon"] < bound + 0.05
-        assert rows[dataset]["refuted"] == (bound > 1)
+        assert bound < rows[dataset, 1]["epsilon"] < bound + 0.05
+        assert rows[dataset, 1]["refuted"] == (bound > 1)
+    for (_, target), row in rows.items():
+        assert target - 0.01 < row["claimed"] <= target
+        assert row["refuted"] or name == "dpsur-lower-bound"
+    assert len(rows) == (16 if name == "br-lower-bound" else 4)
+
+
+def test_noise_as_equation_12_prints_it_is_refuted_at_another_bound_and_tosses_coins_at_table_4s():
+    """Noise sigma_v on a change clipped to C_v: in units of C_v it is 2 sigma_v where C_v = 1/2, and 1,370 at 0.001."""
+    claimed = replace(LEAKY, rate=0.05, validation_rate=0.1)
+    literal = {bound: replace(claimed, sigma_v=claimed.sigma_v / (2 * bound)) for bound in (0.5, 0.001)}
+    assert literal[0.5] == claimed
+    priced = claim(claimed, 300)
+    found = {
+        bound: max(
+            selective_updates._proved(each, cut, 300, 1e-5, selective_updates.COARSE) for cut in (-2.0, -1.0, None)
+        )
+        for bound, each in literal.items()
+    }
+    kept = selective_updates._proved(claimed, None, 300, 1e-5, selective_updates.COARSE)
+    assert found[0.5] > priced > found[0.001]
+    assert found[0.001] == pytest.approx(kept, rel=0.01)
 
 
 def test_what_takes_no_data_refuses_them():

@@ -14,7 +14,7 @@ from vestige.compare import paper_presets, run_grid, runner
 from vestige.compare.execute_run import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Problem
-from vestige.methods.registry import METHODS, make_method
+from vestige.methods.registry import METHODS, as_given, make_method
 from vestige.priced_questions import SampledGaussian
 from vestige.run_records import PrivacyTarget
 
@@ -176,16 +176,55 @@ def test_a_cut_dataset_and_the_whole_one_give_the_same_records(tmp_path):
 def test_whole_datasets_are_asked_for_where_the_paper_has_them(tmp_path):
     data = images(tmp_path / "mnist.npz", (2, 1), (28, 28))
     preset = paper_presets.find("br-fig4")
-    assert preset.whole == {"mnist-ts": (60_000, 10_000), "fmnist-ts": (60_000, 10_000)}
+    assert preset.whole == {"mnist-hf": (60_000, 10_000), "fmnist-hf": (60_000, 10_000)}
     with pytest.raises(
-        ValueError, match="holds 20 training and 10 test examples of mnist-ts, and br-fig4 takes all 60,000"
+        ValueError, match="holds 20 training and 10 test examples of mnist-hf, and br-fig4 takes all 60,000"
     ):
         paper_presets.taken(preset, preset.specification(data))
     found = paper_presets.taken(preset, preset.specification(data, small=True), small=True)
     assert (
-        "20 training and 10 test examples of mnist-ts, where the paper has 60,000 and 10,000"
-        in found["mnist-ts"]["line"]
+        "20 training and 10 test examples of mnist-hf, where the paper has 60,000 and 10,000"
+        in found["mnist-hf"]["line"]
     )
+
+
+def test_at_epsilon_1_selective_methods_have_the_settings_that_their_papers_print():
+    """Table 4 for DPSGD-BR in whatever shape, DPSUR's own for DPSUR; Adam on IMDb, where SGD at rate 0.03 stands still;
+    and trials until the budget ends."""
+    printed = paper_presets.published()
+    for name in ("br-table4", "br-fig4", "br-fig5", "br-fig7", "br-fig8", "br-decay"):
+        specification = paper_presets.find(name).specification(None, seeds=1)
+        assert specification.steps == 3000
+        for run in run_grid.due(specification, run_grid.grid_of(specification), {}):
+            dataset = run.task.partition("-")[0]
+            own = run.method != "dpsur"
+            paper, table = (
+                ("dpsgd_br", "table4_initial_parameters_epsilon_1") if own else ("dpsur", "parameters_epsilon_1")
+            )
+            row = printed[paper][table][dataset]
+            assert run.sample_rate == min(1.0, row["batch"] / printed["dpsgd_br"]["examples"][dataset])
+            assert run.lr == (row["lr"] if run.stage == "given" else None)
+            for option, letter in (("sigma_t", "sigma_t"), ("sigma_v", "sigma_v"), ("threshold", "beta")):
+                assert run.options[option] == row[letter]
+            assert run.options.get("optimizer") == ("adam" if dataset == "imdb" else None)
+            assert make_method(run.method, **as_given(run.options)).noise_multiplier == row["sigma_t"]
+    assert all("sigma_t" not in run.options for run in _runs("br-table2"))
+
+
+def _runs(name):
+    specification = paper_presets.find(name).specification(None, seeds=1)
+    return run_grid.due(specification, run_grid.grid_of(specification), {})
+
+
+def test_a_setting_of_one_method_leaves_the_others_as_they_are():
+    own = {"lr": 3.0, "steps": 7, "options": {"window": 5}}
+    problem = Problem("digits-mlp", None, {"lr": 2.0, "options": {"momentum": 0.5}, "by_method": {"fo-dp-sgd": own}})
+    specification = replace(AUTO, problems=(problem,), rates=("given",), lr=1.0)
+    runs = {run.label: run for run in run_grid.due(specification, run_grid.grid_of(specification), {})}
+    assert {label: (run.lr, run.steps, run.options) for label, run in runs.items()} == {
+        "dp-sgd": (2.0, 2, {"momentum": 0.5}),
+        "fo": (3.0, 7, {"beta": 0.8, "momentum": 0.5, "window": 5}),
+    }
 
 
 def test_every_deviation_that_was_asked_for_is_said():

@@ -66,3 +66,16 @@ def test_every_method_trains_from_the_command_line_with_its_defaults(name, tmp_p
     verdict = json.loads(vestige_command("verify", str(tmp_path / "run"), "--json").stdout)
     assert verdict["verified"]
     assert verdict["epsilon"] == pytest.approx(result["epsilon"])
+
+
+@pytest.mark.parametrize("name", ["dp-sgd", "fo-dp-sgd", "dpsgd-br"])
+def test_any_method_may_move_by_another_optimizer(name):
+    """The step is that optimizer's, on the method's own releases; momentum stays with SGD."""
+    adam, plain = vestige.make_method(name, optimizer="adam"), vestige.make_method(name)
+    assert adam.rule.optimizer is torch.optim.Adam
+    assert (adam.memory, adam.gate, adam.clip) == (plain.memory, plain.gate, plain.clip)
+    assert vestige.make_method(name, momentum=0.3, optimizer="SGD").rule == vestige.make_method(name, momentum=0.3).rule
+    with pytest.raises(ValueError, match=r"momentum=0\.9 belongs to sgd, not to the optimizer adam"):
+        vestige.make_method(name, momentum=0.9, optimizer="adam")
+    with pytest.raises(ValueError, match="optimizer='adamm' is unknown; choose from .*adam, "):
+        vestige.make_method(name, optimizer="adamm")

@@ -174,6 +174,21 @@ def test_a_run_by_itself_and_one_of_a_stack_take_the_same_steps(gate):
         np.testing.assert_allclose(stacked["memory_ratio"][0], seen["memory_ratio"][t], atol=1e-6)
 
 
+def test_the_bijection_with_dp_sgd_by_layers():
+    """From SMA-DP-SGD's releases alone, and the weights that they made, DP-SGD's (noise sigma / beta) are had back."""
+    beta, layout, memory = 0.6, Layout.of(make_model(), Layers()), Spectral(0.6, 0.9, 4, warm_up=0)
+    releases, points = walk(layout, make_model())
+    ours, _ = run(memory, releases, points, layout)
+    seen = memory.init(layout, torch.device("cpu"))  # made of what is had back
+    for t, (wanted, point) in enumerate(zip(releases, points, strict=True)):
+        branch, _, _ = memory.step(Release(torch.zeros(layout.size), 1.0, 10.0, 0.25), copy.deepcopy(seen), point)
+        plain = (ours[t] - branch) / beta
+        np.testing.assert_allclose(plain, wanted, rtol=0, atol=1e-4)
+        _, seen, _ = memory.step(Release(plain, 1.0, 10.0, 0.25), seen, point)
+        kept = seen["past"][t % 3]
+        np.testing.assert_allclose(kept, ours[t], rtol=0, atol=1e-4)  # nothing but releases is remembered
+
+
 def test_a_step_on_a_cpu_writes_no_products_of_vectors():
     """An inner product is added up as it is computed, and the direction is the window's new row: of vectors, a step
     writes anew only the recalled one."""

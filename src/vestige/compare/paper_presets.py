@@ -247,7 +247,7 @@ def _preset(name: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> 
             "baseline": labels[0],
             **paper["protocol"],
             **entry.get("specification", {}),
-            "problems": [_problem(task, entry, content["problem"].get(task)) for task in entry["tasks"]],
+            "problems": [_problem(task, entry, content) for task in entry["tasks"]],
             "contenders": [{"label": label, **content["contender"][label]} for label in labels],
         }
     )
@@ -268,13 +268,33 @@ def _preset(name: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> 
     )
 
 
-def _problem(task: str, entry: Mapping[str, Any], printed: Mapping[str, Any] | None) -> dict[str, object]:
+def _problem(task: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, object]:
+    """A task with the settings that its paper printed for it; at epsilon 1 also those of its methods."""
+    printed = content["problem"].get(task)
     if printed is None:
         return {"task": task}
-    ((_, row),) = _numbers(published(), printed["initial"].split("/"), (), ())
-    settings = {"sample_rate": min(1.0, row["batch"] / printed["sizes"][0]), "lr": row["lr"]}
-    options = {ours: row[theirs] for ours, theirs in entry.get("initial_options", {}).items()}
-    return {"task": task, "settings": {**settings, "options": options} if options else settings}
+    row = _printed_row(printed["initial"])
+    settings: dict[str, Any] = {"sample_rate": min(1.0, row["batch"] / printed["sizes"][0]), "lr": row["lr"]}
+    if "options" in printed:
+        settings["options"] = printed["options"]
+    if entry.get("initial", False):
+        dataset = printed["initial"].rpartition("/")[2]
+        settings["by_method"] = {
+            method: _initial(given, _printed_row(f"{given['at']}/{dataset}"))
+            for method, given in content["initial"].items()
+        }
+    return {"task": task, "settings": settings}
+
+
+def _initial(given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of one method at epsilon 1, by our names, from a row that its paper printed."""
+    rate = {"lr": row[given["lr"]]} if "lr" in given else {}
+    return {**rate, "options": {ours: row[theirs] for ours, theirs in given["options"].items()}}
+
+
+def _printed_row(place: str) -> dict[str, Any]:
+    ((_, row),) = _numbers(published(), place.split("/"), (), ())
+    return dict(row)
 
 
 def _printed(pattern: Mapping[str, Any], labels: Sequence[str], budgets: Sequence[PrivacyTarget]) -> Iterator[Printed]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from itertools import product
 from math import exp, log
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import ALIASES, METHODS, as_written, find
@@ -40,6 +40,13 @@ class Cell:
     contender: Contender
     budget: PrivacyTarget
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The problem's settings, and over them those that it has for this method alone."""
+        whole = dict(self.problem.settings)
+        own = whole.pop("by_method", {}).get(self.contender.method, {})
+        return {**whole, **own, "options": {**whole.get("options", {}), **own.get("options", {})}}
+
     def run(
         self,
         specification: Specification,
@@ -47,12 +54,12 @@ class Cell:
         point: TuningPoint,
         seed: int,
     ) -> Run:
-        tuning, settings = stage == "tuning", self.problem.settings
+        tuning, settings = stage == "tuning", self.settings
         run = Run(
             task=self.problem.task,
             label=self.contender.label,
             method=self.contender.method,
-            options={**self.contender.options, **settings.get("options", {}), **point.options},
+            options={**self.contender.options, **settings["options"], **point.options},
             budget=self.budget,
             sample_rate=specification.sample_rate,
             steps=specification.steps,
@@ -81,7 +88,7 @@ class Cell:
 
     def untuned(self, specification: Specification, rate: str) -> TuningPoint:
         """The point of a row that is not tuned: at the given rate, or at the automatic one."""
-        given = self.problem.settings.get("lr") or self.contender.lr or specification.lr
+        given = self.settings.get("lr") or self.contender.lr or specification.lr
         return TuningPoint(given if rate == "given" else None, 1.0, {})
 
 

@@ -30,7 +30,8 @@ class Contender:
 
 @dataclass(frozen=True)
 class Problem:
-    """A task, where its data are on this machine, and settings of its own (steps, sample_rate, delta, lr, options)."""
+    """A task, where its data are on this machine, and settings of its own (steps, sample_rate, delta, lr, options;
+    `by_method` has such settings for one method each)."""
 
     task: str
     data: str | None = None

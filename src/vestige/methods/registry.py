@@ -13,6 +13,7 @@ from vestige import layerwise_scaling as balances
 from vestige.checks import renamed
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, Origin, by_group
+from vestige.optim import rules
 from vestige.renaming import CLIP, current
 
 PrivacyClass = Literal["post-processing", "extra release", "selection", "correlated noise"]
@@ -158,11 +159,18 @@ def options_of(
     return declare
 
 
-def make_method(name: str, *, groups: str | None = None, balance: str | None = None, **options: object) -> Method:
+def make_method(
+    name: str,
+    *,
+    groups: str | None = None,
+    balance: str | None = None,
+    optimizer: str | None = None,
+    **options: object,
+) -> Method:
     """A method by name, with its options; an unknown name or option is refused with the nearest known one.
 
-    Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns; and any may balance its
-    steps: `balance` is relative, or plain.
+    Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns; any may balance its
+    steps: `balance` is relative, or plain; and any may move by another `optimizer`: sgd, adam and the like.
 
     >>> import vestige
     >>> vestige.make_method("fo-dp-sgd", beta=0.8).memory.fresh_weight
@@ -173,12 +181,23 @@ def make_method(name: str, *, groups: str | None = None, balance: str | None = N
     entry, options = find(name), current(options, CLIP)
     unknown = [key for key in options if key not in entry.options]
     if unknown:
-        known = ", ".join((*entry.options, "groups", "balance"))
+        known = ", ".join((*entry.options, "groups", "balance", "optimizer"))
         raise ValueError(f"{unknown[0]}={options[unknown[0]]} is not an option of {name}; its options are {known}")
     method = entry.make(**options)
+    if optimizer is not None:
+        method = moved_by(method, optimizer, options)
     if balance is not None:
         method = replace(method, balance=balances.named(balance))
     return method if groups is None else by_group(method, named_grouping(groups))
+
+
+def moved_by(method: Method, optimizer: str, options: Mapping[str, object]) -> Method:
+    """The method with another optimizer; `options` are those that it was made with."""
+    if optimizer.lower() == "sgd":
+        return replace(method, rule=rules.named(optimizer, method.rule.options))
+    if "momentum" in options:
+        raise ValueError(f"momentum={options['momentum']} belongs to sgd, not to the optimizer {optimizer}")
+    return replace(method, rule=rules.named(optimizer, {}))
 
 
 def find(name: str) -> Entry:

@@ -21,9 +21,8 @@ from vestige.mechanism.feature_moments import PrivateMoments, with_moments
 from vestige.mechanism.groups import HeadFirst, HeadLast, named_grouping, named_split
 from vestige.mechanism.private_evaluation import PrivateEvaluation
 from vestige.methods.base import Method, by_group
-from vestige.methods.registry import as_given, make_method
+from vestige.methods.registry import as_given, make_method, moved_by
 from vestige.optim import averaging
-from vestige.optim.rules import named
 from vestige.processes.distributed_setup import processes
 from vestige.run_records import RunResult
 from vestige.tasks.features import encoders, starting_weights
@@ -116,11 +115,7 @@ def method_of(job: Job) -> Method:
         method = _head_first(method, job)
     elif job.head_lr is not None:
         raise ValueError(f"head_lr={job.head_lr} is the rate of the head's own steps: give head_steps, or leave it out")
-    if job.optimizer is None:
-        return method
-    if "momentum" in job.options and job.optimizer.lower() != "sgd":
-        raise ValueError(f"momentum={job.options['momentum']} belongs to sgd, not to the optimizer {job.optimizer}")
-    return replace(method, rule=named(job.optimizer, method.rule.options if job.optimizer.lower() == "sgd" else {}))
+    return method if job.optimizer is None else moved_by(method, job.optimizer, job.options)
 
 
 def _head_first(method: Method, job: Job) -> Method:
