@@ -47,9 +47,6 @@ CURVES = {
     *(f"sma beta {beta}" for beta in ("1.00", "0.90", "0.70", "0.50")),
     "post-fm",
     "dp-sgd",
-    "dpsgd-br",
-    "dpsur",
-    "dpsgd",
 }
 """Labels that are judged on their way; of the others only the end is kept."""
 
@@ -111,8 +108,17 @@ def verdict(found: Sequence[Found | None], printed: float | None = None) -> str:
 # --- what was measured -------------------------------------------------------------------------------------------------
 
 
-def own_terms(row: Mapping[str, Any]) -> bool:
+LENGTH = 6250
+"""Steps of the protocol of FO-DP-SGD; shorter runs are beginnings."""
+
+
+def on_the_way(row: Mapping[str, Any]) -> bool:
+    """The paper's sigma and rate, at whatever length: neither depends on it."""
     return row["stage"] == "given" and row["budget"].startswith("the paper's sigma 1.1")
+
+
+def own_terms(row: Mapping[str, Any]) -> bool:
+    return on_the_way(row) and row["steps"] == LENGTH
 
 
 def one_epsilon(row: Mapping[str, Any]) -> bool:
@@ -169,18 +175,34 @@ def at_epsilon(
     level: float,
     task: str,
     steps: Mapping[str, float] | None = None,
-    terms: Terms = own_terms,
 ) -> Found | None:
-    """The same where both have spent at most `level`: accuracy at the last evaluation before it, paired by seed. Where
-    a figure's axis is another epsilon than the true one, `steps` says how many a label has taken by then."""
-    values: dict[str, dict[int, float]] = {one: {}, other: {}}
+    """The same where both have spent `level`, read off the lines that join their evaluations, as in a figure; paired by
+    seed, and of two runs of a seed from the one that was evaluated closer to it. Where a figure's axis is another epsilon
+    than the true one, `steps` says how many a label has taken by then."""
+    values: dict[str, dict[int, tuple[float, float]]] = {one: {}, other: {}}
     for row in rows:
-        if row["label"] in values and row["task"] == task and terms(row):
+        if row["label"] in values and row["task"] == task and on_the_way(row):
             last, unit = (level, 2) if steps is None else (steps[row["label"]], 0)
-            reached = [point[1] for point in row["curve"] if point[unit] is not None and point[unit] <= last]
-            if reached:
-                values[row["label"]][row["seed"]] = 100 * reached[-1]
-    return _paired(values[one], values[other])
+            found = _read_off(
+                [(p[unit], p[1]) for p in row["curve"] if p[unit] is not None], last, row["steps"] == LENGTH
+            )
+            if found is not None:
+                before = values[row["label"]].get(row["seed"])
+                values[row["label"]][row["seed"]] = found if before is None else min(before, found)
+    known = {label: {seed: 100 * accuracy for seed, (_, accuracy) in each.items()} for label, each in values.items()}
+    return _paired(known[one], known[other])
+
+
+def _read_off(points: Sequence[tuple[float, float]], at: float, ended: bool) -> tuple[float, float] | None:
+    """The distance of the evaluations around a place, and the accuracy there; None before the first one, and after the
+    last one of a run that would have gone on."""
+    below, beyond = ([p for p in points if (p[0] <= at) == side] for side in (True, False))
+    if not below or not (beyond or ended):
+        return None
+    if not beyond:
+        return 0.0, below[-1][1]
+    (x, y), (next_x, next_y) = below[-1], beyond[0]
+    return next_x - x, y + (next_y - y) * (at - x) / (next_x - x)
 
 
 def carried(
@@ -299,12 +321,11 @@ def against_epsilon(
     pairs: Sequence[tuple[str, str, str]],
     levels: Sequence[float],
     steps: Callable[[float], Mapping[str, float]] | None = None,
-    terms: Terms = own_terms,
 ) -> Claim:
-    """A claim about accuracy against the epsilon spent so far, on terms of one noise."""
+    """A claim about accuracy against the epsilon spent so far, at one sigma."""
     check_labels(preset, pairs)
     found = {
-        (pair, level): at_epsilon(rows, pair[0], pair[1], level, pair[2], steps(level) if steps else None, terms)
+        (pair, level): at_epsilon(rows, pair[0], pair[1], level, pair[2], steps(level) if steps else None)
         for pair in pairs
         for level in levels
     }
@@ -351,7 +372,6 @@ def fo(rows: Rows, times: Times) -> list[Claim]:
     beta, plain, c10, c100, svhn = "fo beta 0.90", "fo beta 1.00", "cifar10-mlp", "cifar100-mlp", "svhn-mlp"
     spent = ", ".join(f"{epsilon(1.1 / b):.1f} at beta {b:g}" for b in (1, 0.95, 0.9, 0.8, 0.65))
     betas = [f"fo beta {b}" for b in ("0.95", "0.90", "0.80", "0.65")]
-    levels = (2.0, 4.0, 8.0)
     return [
         Claim("the guarantee: T steps of the subsampled Gaussian at `sigma/beta`", "vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250", f"epsilon of the protocol: {spent}", "computed", REPRODUCED),
         Claim("\"not merely a post-processing transformation of a standard DP-SGD private release\" (Proposition B.2)", "pytest tests/optim/test_memory.py -k bijection", "its releases are a bijection of those of DP-SGD with noise multiplier `sigma/beta`, walked in a test: a filter of them, with their privacy", "proof", REFUTED),
@@ -362,13 +382,13 @@ def fo(rows: Rows, times: Times) -> list[Claim]:
         above(rows, "(the same with every rival at rate 0.8, which is not theirs)", "fo-table3", [(beta, each, c10) for each in RIVALS]),
         equal(rows, "(beyond the paper) above every rival at one epsilon, 17.4, and automatic rates for all", "fo-table3", [(beta, each, c10) for each in RIVALS]),
         above(rows, "Figure 1: final accuracy above DP-SGD on three datasets", "fo-fig1", [(beta, plain, task) for task in (c10, svhn, c100)]),
-        against_epsilon(rows, "Figures 2, 3: accuracy against the epsilon spent at one sigma, beta below 1 above beta 1", "fo-fig2", [(each, plain, task) for task in (c10, svhn, c100) for each in betas], levels),
+        against_epsilon(rows, "Figures 2, 3: accuracy against the epsilon spent at one sigma, beta below 1 above beta 1", "fo-fig2", [(each, plain, task) for task in (c10, svhn, c100) for each in betas], LEVELS),
         above(rows, "Figure 3, left: final accuracy above beta 1 on CIFAR-100", "fo-fig3", [(each, plain, c100) for each in betas[:3]]),
         Claim("Figure 3, right: epsilon grows more slowly at smaller beta", "vestige account --paper-sigma 1.1 --beta 0.65 --sample-rate 0.04 --steps 6250", spent, "computed", REPRODUCED),
         equal(rows, "(beyond the paper) beta below 1 above beta 1 at one epsilon, 17.4, and the automatic rate", "fo-fig2", [(each, plain, task) for task in (c10, svhn, c100) for each in betas]),
         above(rows, "Figure 4: K = 8 above K = 1 and the rest", "fo-fig4", [("fo K 8", f"fo K {k}", c10) for k in (1, 2, 32)]),
         above(rows, "Figures 5, 6: FO-DP-SGD above Post-FM above DP-SGD, final accuracy", "fo-fig6", [(beta, "post-fm", c10), ("post-fm", "dp-sgd", c10)]),
-        against_epsilon(rows, "Figure 5: the same against the epsilon spent", "fo-fig5", [(beta, "post-fm", c10), ("post-fm", "dp-sgd", c10)], levels),
+        against_epsilon(rows, "Figure 5: the same against the epsilon spent", "fo-fig5", [(beta, "post-fm", c10), ("post-fm", "dp-sgd", c10)], LEVELS),
         above(rows, "Figure 8: fractional above exponential and uniform, all above none", "fo-fig8", [(beta, "exponential-memory", c10), (beta, "uniform-memory", c10), ("uniform-memory", "dp-sgd", c10), ("exponential-memory", "dp-sgd", c10)]),
         above(rows, "Figure 8: the same of the best accuracy on the way", "fo-fig8", [(beta, "exponential-memory", c10), (beta, "uniform-memory", c10), ("uniform-memory", "dp-sgd", c10), ("exponential-memory", "dp-sgd", c10)], key="best"),
         above(rows, "(section 4.1 names the ablation and prints nothing) alpha 0.8 above 0.5 and 0.2", "fo-alpha", [("fo alpha 0.8", f"fo alpha {a}", c10) for a in ("0.5", "0.2")]),
@@ -378,6 +398,9 @@ def fo(rows: Rows, times: Times) -> list[Claim]:
 
 
 RIVALS = ("dp-sam", "dp-sat", "dp-is", "dp-adam", "dp-adamw", "dp-adam-ac")
+LEVELS = (1.5, 2.0, 3.0, 4.0, 8.0)
+"""Epsilons at which figures over epsilon are read. Accuracy rises below 3, in the first five epochs: what is known there is
+from runs that were watched more closely."""
 SCANNED = tuple(paper_presets.find("fo-scan").full.contenders[1:])
 """Our guess, and what was scanned around it."""
 
@@ -416,18 +439,18 @@ def scan_table(rows: Rows) -> list[str]:
 
 def spent_table(rows: Rows) -> list[str]:
     """FO-DP-SGD's Figure 2 in numbers: each beta against beta 1 where both have spent as much."""
-    lines, levels = [], (2.0, 4.0, 8.0)
+    lines = []
     for task in ("cifar10-mlp", "svhn-mlp", "cifar100-mlp"):
         for beta in ("0.95", "0.90", "0.80", "0.65"):
-            cells = [at_epsilon(rows, f"fo beta {beta}", "fo beta 1.00", level, task) for level in levels]
+            cells = [at_epsilon(rows, f"fo beta {beta}", "fo beta 1.00", level, task) for level in LEVELS]
             if any(cells):
                 said = " | ".join("not run" if cell is None else f"{cell} [{cell.seeds}]" for cell in cells)
                 lines.append(f"| {task.partition('-')[0]} | {beta} | {said} |")
     if not lines:
         return []
-    head = ["", "Figure 2 in numbers: accuracy less that of beta 1 where both have spent the same epsilon at sigma 1.1 and rate",
-            "0.8, in points [seeds]:", "", f"| dataset | beta | {' | '.join(f'epsilon {level:g}' for level in levels)} |",
-            "|---|---|---|---|---|"]  # fmt: skip
+    head = ["", "Figure 2 in numbers: accuracy less that of beta 1 where both have spent the same epsilon at sigma 1.1 and rate 0.8,",
+            "in points [seeds]. At one sigma a smaller beta pays less for each step, and has taken more of them by then:", "",
+            f"| dataset | beta | {' | '.join(f'epsilon {level:g}' for level in LEVELS)} |", "|---|---|" + "---|" * len(LEVELS)]  # fmt: skip
     return [*head, *lines]
 
 
@@ -436,9 +459,9 @@ def steps_by_axis(level: float) -> dict[str, float]:
     found = {}
     for beta in (1.0, 0.9, 0.7, 0.5):
         low, high = 0, 6250
-        while high - low > 25:
+        while high - low > 1:
             middle = (low + high) // 2
-            spent = accounting.epsilon({SampledGaussian(0.04, 1.1 / beta): middle}, 1e-5)
+            spent = accounting.epsilon({SampledGaussian(0.04, 1.1 / beta): middle}, 1e-5, "rdp") if middle else 0.0
             low, high = (middle, high) if spent <= level else (low, middle)
         found[f"sma beta {beta:.2f}"] = float(high if high == 6250 else low)
     return found
@@ -534,7 +557,7 @@ def sma(rows: Rows, times: Times) -> list[Claim]:
         not_as_printed("(the same with every rival at rate 0.8)", "sma-table2", rows, [(mine, each, c10) for each in RIVALS]),
         not_as_printed("(beyond the paper) SMA-DP-SGD above DP-SGD at one epsilon, 17.4, and the automatic rate", "sma-table2", rows, [(mine, plain, c10)], terms=one_epsilon),
         not_as_printed("Figure 2: above DP-SGD on CIFAR-100, CIFAR-10 and MNIST", "sma-fig2", rows, [(mine, plain, task) for task in ("cifar100-mlp", c10, "mnist-mlp")]),
-        against_epsilon(rows, "Figure 3: beta below 1 above beta 1 at the same epsilon of its axis, by `sigma/beta`", "sma-fig3", [(f"sma beta {b}", "sma beta 1.00", c10) for b in ("0.90", "0.70", "0.50")], (2.0, 4.0, 7.0), steps_by_axis),
+        against_epsilon(rows, "Figure 3: beta below 1 above beta 1 at the same epsilon of its axis, by `sigma/beta`", "sma-fig3", [(f"sma beta {b}", "sma beta 1.00", c10) for b in ("0.90", "0.70", "0.50")], (1.75, 2.0, 3.0, 4.0, 7.0), steps_by_axis),
         _depths(rows),
         _stages(rows),
         _spectral_runtime(times),
@@ -632,7 +655,7 @@ def br(rows: Rows, times: Times, paths: Rows = ()) -> list[Claim]:
         of_trials(rows, "Figure 4: two candidates above one, by 0.35 points on MNIST and 0.65 on Fashion-MNIST", "br-fig4", [("buffer 2", "buffer 1", task) for task in both]),
         _counts(),
         _updates(rows),
-        _faster(rows),
+        of_trials(rows, "Figure 6: accuracy rises faster with epsilon (1 and 2)", "br-fig6", [(mine, other, task) for task in every for other in ("dpsur", "dpsgd")], budgets=("epsilon 1", "epsilon 2")),
         of_trials(rows, "Figure 7: buffer and decay together are best", "br-fig7", [(mine, other, task) for task in ("fmnist-hf", "cifar10-hf") for other in ("buffer only", "decay only", "dpsur")]),
         _flat(rows),
     ]  # fmt: skip
@@ -752,19 +775,6 @@ def _updates(rows: Rows) -> Claim:
     word = REPRODUCED if len(more) == 2 and all(more) else PARTLY
     what = "Figure 5: more updates at epsilon 1 than DPSUR, on CIFAR-10 and IMDb"
     return Claim(what, "vestige reproduce br-fig5 --data DATA", "; ".join(said), "computed", word)
-
-
-def _faster(rows: Rows) -> Claim:
-    """Figure 6: where runs for epsilon 4 have spent 1, 2 and 3."""
-    what, known = (
-        "Figure 6: accuracy rises faster with epsilon",
-        [row for row in rows if row["id"] in wanted("br-fig6")],
-    )
-    if not any(row["curve"] for row in known):
-        return Claim(what, "vestige reproduce br-fig6 --data DATA", "-", "-", NOT_AS_PRINTED)
-    tasks = [problem.task for problem in paper_presets.find("br-fig6").full.problems]
-    pairs = [("dpsgd-br", other, task) for task in tasks for other in ("dpsur", "dpsgd")]
-    return against_epsilon(known, what, "br-fig6", pairs, (1.0, 2.0, 3.0), terms=given)
 
 
 def _flat(rows: Rows) -> Claim:

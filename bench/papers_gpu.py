@@ -27,7 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -96,6 +96,8 @@ class Piece:
     what: str
     only: Callable[[Run], bool]
     seeds: int = SEEDS
+    steps: int | None = None
+    """Only so many steps, with an evaluation every ten: the beginning of runs whose noise and rate are given."""
 
     @property
     def name(self) -> str:
@@ -103,6 +105,8 @@ class Piece:
 
     def wanted(self) -> list[Run]:
         specification = paper_presets.find(self.preset).specification(None, seeds=self.seeds)
+        if self.steps is not None:
+            specification = replace(specification, steps=self.steps, evaluations=self.steps // 10)
         return [run for run in run_grid.due(specification, run_grid.grid_of(specification), {}) if self.only(run)]
 
 
@@ -120,6 +124,9 @@ PIECES = (
     Piece("sma-schedule", 1, "a spectrum at every step against one an epoch", _paper),
     Piece("fo-table3", 2, "FO-DP-SGD and DP-SGD", lambda run: _own(run) and _both(run)),
     Piece("fo-table3", 2, "the rivals that stack", lambda run: _stacks(run) and (_both(run) or run.stage == "auto")),
+    Piece("fo-fig2", 3, "the first twenty epochs of five betas, three datasets", _paper, steps=500),
+    Piece("fo-fig5", 3, "the first twenty epochs before and after the noise", _paper, steps=500),
+    Piece("sma-fig3", 3, "the first twenty epochs of four betas", _paper, steps=500),
     Piece("fo-fig2", 3, "five betas, three datasets", _paper),
     Piece("fo-fig5", 3, "before and after the noise", _paper),
     Piece("fo-fig8", 3, "memory designs", _paper),
@@ -460,17 +467,21 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
+def _thinned(curve: Sequence[tuple[float | None, ...]]) -> list[tuple[float | None, ...]]:
+    """Of a run that was evaluated after every epoch the first twenty, where accuracy rises, and every fifth."""
+    return [point for place, point in enumerate(curve, 1) if len(curve) <= 50 or place <= 20 or place % 5 == 0]
+
+
 def _row(record: CompletedRun) -> dict[str, Any]:
     """What a run was and what it reached."""
     made, curve = record.run, record.curve or ()
-    watched = _paper(made) or made.task in TRIALS
     row = {
         "id": made.without_curve.id,
         "task": made.task, "label": made.label, "method": made.method, "options": dict(made.options),
         "budget": str(made.budget), "stage": made.stage, "seed": made.seed, "steps": record.steps,
         "accuracy": record.score, "best": record.best, "epsilon": record.statement.epsilon,
         "lr": record.statement.lr, "seconds": record.seconds, "stacked": record.stacked,
-        "curve": [[point[0], *map(_short, point[1:])] for point in (curve if watched else ())],
+        "curve": [[point[0], *map(_short, point[1:])] for point in _thinned(curve)] if _paper(made) else [],
     }  # fmt: skip
     means: dict[str, Any] = {}
     for name in ("effective_depth", "memory_ratio"):

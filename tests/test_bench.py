@@ -518,6 +518,11 @@ def test_every_piece_of_the_papers_is_a_preset_and_each_run_is_named_once(bench)
     lines = papers.planned((first, twice), None, done={first.wanted()[0].without_curve.id})
     assert lines[2].startswith("| 1 | `sma-table2`: SMA-DP-SGD and DP-SGD on the paper's terms | 26 | 13 | 1 |")
     assert "| 78 | 13 | 0 |" in lines[3]  # 104 less the 26 before
+    begun = papers.Piece("fo-fig2", 1, "beginnings", papers._paper, steps=500).wanted()
+    assert {(run.steps, run.evaluations, run.lr) for run in begun} == {(500, 50, 0.8)}
+    assert not {run.without_curve.id for run in begun} & {
+        run.without_curve.id for run in papers.Piece("fo-fig2", 1, "", papers._paper).wanted()
+    }
 
 
 def papers_runs(papers, monkeypatch, tmp_path, workers):
@@ -637,7 +642,7 @@ def test_verdicts_follow_from_intervals(bench):
     weak, strong = (docs.Found(4.0, 3.0, 5.0, 13, "here", p) for p in (0.04, 0.001))
     assert docs.verdict([weak]) == docs.verdict([strong, strong]) == docs.REPRODUCED
     assert docs.verdict([weak, weak]) == docs.NOT  # 0.04 twice is 0.08 after Holm
-    row = {"task": "cifar10-mlp", "stage": "given", "budget": "the paper's sigma 1.1", "stacked": 2, "curve": []}
+    row = {"task": "cifar10-mlp", "stage": "given", "budget": "the paper's sigma 1.1", "steps": 6250, "curve": []}
     rows = [
         {**row, "label": name, "seed": seed, "accuracy": base + seed / 1000, "epsilon": epsilon}
         for name, base, epsilon in (("a", 0.34, 67.2), ("b", 0.3, 21.1))
@@ -648,9 +653,15 @@ def test_verdicts_follow_from_intervals(bench):
     assert str(found) == "+4.0 (+4.0 to +4.0) at a true epsilon of 67.2 against 21.1"
     assert docs.difference(rows, "a", "c") is None
     curves = [{**each, "curve": [[25, each["accuracy"], 1.0, 2.0], [50, 0.9, 3.0, 2.0]]} for each in rows]
-    assert round(docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp").mean, 6) == 4.0
+    assert round(docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp").mean, 6) == 2.0  # half way on both lines
+    assert docs.at_epsilon(curves, "a", "b", 0.9, "cifar10-mlp") is None
+    begun = [{**each, "steps": 500, "curve": [[10, 0.1, 0.9, 2.0], [20, 0.2, 1.1, 2.0]]} for each in rows[:13]]
+    early = docs.at_epsilon([*begun, *curves], "a", "b", 1.0, "cifar10-mlp")  # a's is read where it was watched closely
+    assert round(early.mean, 6) == round(15.0 - 30.6, 6)
+    assert docs.at_epsilon([*curves, *begun], "a", "b", 4.0, "cifar10-mlp").mean == 0  # a beginning ended before
+    assert docs.difference([*rows, *begun], "a", "b").mean == found.mean  # and has no final accuracy
     by_steps = docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp", {"a": 60.0, "b": 30.0})
-    assert round(by_steps.mean, 6) == round(90 - (30 + sum(range(13)) / 130), 6)
+    assert round(by_steps.mean, 6) == round(90 - 100 * (0.8 * 0.306 + 0.2 * 0.9), 6)
     facts = {"rounds": 2, "least": 1.0, "most": 3.0}
     rows_ = [{"label": label, "ratio": ratio, **facts} for label, ratio in (("dp-sgd", 1.0), ("sma 2-6", 2.9))]
     times = {"device": "here", "cores": 2, "load": 1.0, "rows": rows_}

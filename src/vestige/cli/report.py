@@ -162,4 +162,5 @@ def _paper(comparison: ComparisonFolder) -> dict[str, object] | None:
         "beside": known.beside(preset, comparison.records().values()),
         "notes": preset.assumed(comparison.specification(), small),
         "small": small,
+        "figures": [dict(each) for each in preset.figures],
     }

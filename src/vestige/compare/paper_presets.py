@@ -53,6 +53,8 @@ class Preset:
     """Whether it measures time: its runs are then made one after another, never stacked."""
     nonprivate_epochs: int = 0
     """Epochs of a model without privacy, where the table has such a column."""
+    figures: tuple[Mapping[str, Any], ...] = ()
+    """What the paper draws: x and y of each figure, for `report.paper_figures`."""
     whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The numbers of training and test examples of each task that the protocol takes whole."""
 
@@ -264,6 +266,7 @@ def _preset(name: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> 
         small={key: tuple(part) if isinstance(part, list) else part for key, part in small.items()},
         timed=entry.get("timed", False),
         nonprivate_epochs=entry.get("nonprivate_epochs", 0),
+        figures=tuple(entry.get("figures", ())),
         whole={task: tuple(content["problem"][task]["sizes"]) for task in entry["tasks"] if task in content["problem"]},
     )
 

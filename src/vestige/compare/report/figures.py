@@ -10,11 +10,14 @@ from typing import Any
 
 from vestige.compare.report.drawing import Figure, Point, Series
 from vestige.compare.report.labels import STAGES, Content, budget_of, names, tasks
+from vestige.compare.report.paper_figures import paper_figures
 
 
 def figures(content: Content) -> list[Figure]:
     """Every figure that the records can fill."""
     makers: list[Callable[[Content], Iterable[Figure]]] = [
+        paper_figures,
+        _components_of_the_paper,
         _differences,
         _accuracy_by_budget,
         _accuracy_by_step,
@@ -298,9 +301,18 @@ COMPONENTS = {
 """The layers of each component of our ResNet-18, by the number of their group."""
 
 
-def _by_component(content: Content) -> Iterable[Figure]:
+def _components_of_the_paper(content: Content) -> Iterable[Figure]:
+    """SMA-DP-SGD's Figure 4, over epochs."""
+    drawn = (content.get("paper") or {}).get("figures", ())
+    if any(each["y"] == "components" for each in drawn):
+        rate = content["records"][0]["run"]["sample_rate"]
+        for figure in _by_component(content, rate, "epoch"):
+            yield replace(figure, key=f"paper-{figure.key}")
+
+
+def _by_component(content: Content, unit: float = 1.0, axis: str = "step") -> Iterable[Figure]:
     """Exponents and tempering of SMA-DP-SGD as means over the layers of each component of a ResNet-18, as its paper's
-    Figure 4 has them; a layer without an exponent is left out of the mean."""
+    Figure 4 has them; a layer without an exponent is left out of the mean. A step is so many `unit`s of the axis."""
     layers = sum(map(len, COMPONENTS.values()))
     for (task, name), record in _last_finals(content).items():
         for key in ("exponent", "tempering") if task.endswith("-resnet18") else ():
@@ -308,10 +320,10 @@ def _by_component(content: Content) -> Iterable[Figure]:
             series = []
             for component, members in COMPONENTS.items():
                 known = [(step, [value[i] for i in members if value[i] is not None]) for step, value in values]
-                points = tuple((float(step), _mean(found), None, None) for step, found in known if found)
+                points = tuple((step * unit, _mean(found), None, None) for step, found in known if found)
                 series.append(Series(component, points))
             title = f"{task}, {name}: {key} by component over time"
-            yield Figure(f"component-{key}-{task}-{name}", title, "step", f"mean {key}", _filled(series))
+            yield Figure(f"component-{key}-{task}-{name}", title, axis, f"mean {key}", _filled(series))
 
 
 def _lines(name: str, values: Sequence[Sequence[Any]]) -> list[Series]:

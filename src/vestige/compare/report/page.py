@@ -30,10 +30,11 @@ def page(content: Content) -> str:
         "rates": [f for f in drawn if f.key.startswith("rates-")],
         "costs": [f for f in drawn if f.key.startswith(("seconds-", "memory-mb-"))],
     }
-    memory = [f for f in drawn if not any(f in group for group in groups.values())]
+    printed = [f for f in drawn if f.key.startswith("paper-")]
+    memory = [f for f in drawn if f not in printed and not any(f in group for group in groups.values())]
     sections = [
         ("result", "What was found", _findings(content) + panels(groups["differences"], order)),
-        *([("paper", "Beside the paper", _beside(content["paper"]))] if content.get("paper") else []),
+        *([("paper", "Beside the paper", _beside(content["paper"], printed, order))] if content.get("paper") else []),
         (
             "accuracy",
             "Accuracy at each budget",
@@ -165,15 +166,16 @@ def _finding(content: Content, where: tuple[str, str, str], others: Sequence[Any
     return f"<li>{' '.join(sentences)}</li>"
 
 
-def _beside(paper: Mapping[str, Any]) -> str:
-    """The paper's printed numbers and ours, and what had to be assumed."""
+def _beside(paper: Mapping[str, Any], drawn: Sequence[Figure], order: Sequence[str]) -> str:
+    """The paper's printed numbers and ours, its figures from our runs, and what had to be assumed."""
     words = f"<p>{text(paper['title'])}.</p>"
     if paper["small"]:
         words += "<p><b>Made with --small: too few steps and seeds to compare with the paper.</b></p>"
     rows = [{key.replace("_", " "): value for key, value in row.items()} for row in paper["beside"]]
     numbers = table("paper", rows) or "<p>The paper prints no numbers here, only curves.</p>"
     assumed = items(paper["notes"])
-    return f"{words}{numbers}<h3>What the paper left unsaid, and what was assumed</h3><ul>{assumed}</ul>"
+    figures = f"<h3>On the paper's own axes</h3>{panels(drawn, order)}" if drawn else ""
+    return f"{words}{numbers}{figures}<h3>What the paper left unsaid, and what was assumed</h3><ul>{assumed}</ul>"
 
 
 def panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
