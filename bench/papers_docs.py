@@ -872,8 +872,8 @@ HEAD = """# Reproduction
 
 Look up here whether a result of three papers could be reproduced: what they print, what we ran, what we found. To make one
 again, run the command of its row; `vestige presets` lists them all. A preset follows the paper's protocol, cuts the subset
-itself and prints what had to be assumed. This page is written by `python bench/papers_docs.py`, from tables: nothing on it
-is edited by hand.
+itself and prints what had to be assumed; `vestige report FOLDER --figures DIR` draws its figure on the paper's own axes.
+This page is written by `python bench/papers_docs.py`, from tables: nothing on it is edited by hand.
 
 A verdict is one of four: **reproduced**, **partly**, **not reproduced with our guesses** (what the papers leave open is
 listed below, and another guess might reproduce it), **refuted by a proof or a certified bound**. A row of which a part was
