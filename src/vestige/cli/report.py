@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -88,13 +89,13 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
     if not comparison.records():
         raise ValueError(f"{str(folder)!r} holds no finished run yet: make some with vestige compare --resume {folder}")
     summary = summarised(comparison)
-    content = {
+    content: dict[str, Any] = {
         "title": title or "Private optimizers at one budget",
         "specification": specification.to_json(),
         "summary": {**summary, "price_lines": price_lines(summary["prices"])},
         "records": reported_records(comparison),
-        "paper": _paper(comparison),
     }
+    content["paper"] = _paper(comparison, content)
     path = out or folder / "report.html"
     make_folder(path.parent)
     if figures is not None:
@@ -149,9 +150,10 @@ def _size(bytes_: int) -> str:
     return f"{size}, more than the {LARGE / 1e6:g} MB a page should have: compare fewer tasks or budgets in one folder"
 
 
-def _paper(comparison: ComparisonFolder) -> dict[str, object] | None:
-    """The paper's printed values beside ours, if the folder was made by `vestige reproduce`."""
+def _paper(comparison: ComparisonFolder, content: Mapping[str, Any]) -> dict[str, object] | None:
+    """The paper's printed values beside ours, and its figures, if the folder was made by `vestige reproduce`."""
     from vestige.compare import paper_presets as known
+    from vestige.compare.paper_figures import paper_figures
 
     made = known.of_folder(comparison.path)
     if made is None:
@@ -162,5 +164,5 @@ def _paper(comparison: ComparisonFolder) -> dict[str, object] | None:
         "beside": known.beside(preset, comparison.records().values()),
         "notes": preset.assumed(comparison.specification(), small),
         "small": small,
-        "figures": [dict(each) for each in preset.figures],
+        "figures": list(paper_figures(preset.figures, content)),
     }

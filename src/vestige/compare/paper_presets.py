@@ -54,7 +54,7 @@ class Preset:
     nonprivate_epochs: int = 0
     """Epochs of a model without privacy, where the table has such a column."""
     figures: tuple[Mapping[str, Any], ...] = ()
-    """What the paper draws: x and y of each figure, for `report.paper_figures`."""
+    """What the paper draws: x and y of each figure, for `paper_figures`."""
     whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The numbers of training and test examples of each task that the protocol takes whole."""
 

@@ -222,14 +222,14 @@ def test_components_of_a_resnet_are_means_over_their_layers():
     }
     values = [None, *(float(i) for i in range(1, 21))]
     record = {"status": "done", "run": run, "pictures": {"exponent": [[0, values]], "tempering": [[0, [0.5] * 21]]}}
-    exponent, tempering = figures._by_component({"records": [record]})
+    exponent, tempering = figures.by_component({"records": [record]})
     drawn = {series.name: series.points[0][:2] for series in exponent.series}
     assert drawn == {
         "stage 1": (0.0, 2.5), "stage 2": (0.0, 7.0), "stage 3": (0.0, 12.0), "stage 4": (0.0, 17.0), "head": (0.0, 20.0)
     }  # fmt: skip
     assert len(tempering.series) == 6
     small = {**record, "run": {**run, "task": "cifar10-mlp"}}
-    assert not list(figures._by_component({"records": [small]}))
+    assert not list(figures.by_component({"records": [small]}))
 
 
 def test_panels_stand_in_the_order_of_their_budgets(content):

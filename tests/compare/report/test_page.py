@@ -243,4 +243,8 @@ def test_the_report_of_a_reproduction_sets_the_paper_beside_it(folder, tmp_path)
     page = write_report(copied, None, None, None).read_text()
     for words in ('id="paper"', "0.3654", "Made with --small", paper_presets.find("fo-table3").notes[1]):
         assert words in page
+    (copied / "preset.json").write_text('{"preset": "br-fig7", "small": true}')  # its dots are of any contender
+    page = write_report(copied, None, None, None).read_text()
+    assert "On the paper's own axes" in page
+    assert 'id="figure-paper-setting-accuracy-' in page
     assert 'id="paper"' not in write_report(folder, tmp_path / "plain.html", None, None).read_text()

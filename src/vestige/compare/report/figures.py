@@ -10,14 +10,12 @@ from typing import Any
 
 from vestige.compare.report.drawing import Figure, Point, Series
 from vestige.compare.report.labels import STAGES, Content, budget_of, names, tasks
-from vestige.compare.report.paper_figures import paper_figures
 
 
 def figures(content: Content) -> list[Figure]:
     """Every figure that the records can fill."""
     makers: list[Callable[[Content], Iterable[Figure]]] = [
-        paper_figures,
-        _components_of_the_paper,
+        _of_the_paper,
         _differences,
         _accuracy_by_budget,
         _accuracy_by_step,
@@ -27,7 +25,7 @@ def figures(content: Content) -> list[Figure]:
         _accuracy_by_rate,
         _costs,
         _weights_by_lag,
-        _by_component,
+        by_component,
         _diagnostics_over_time,
     ]
     return _named_apart(figure for make in makers for figure in make(content) if figure.series)
@@ -301,16 +299,13 @@ COMPONENTS = {
 """The layers of each component of our ResNet-18, by the number of their group."""
 
 
-def _components_of_the_paper(content: Content) -> Iterable[Figure]:
-    """SMA-DP-SGD's Figure 4, over epochs."""
-    drawn = (content.get("paper") or {}).get("figures", ())
-    if any(each["y"] == "components" for each in drawn):
-        rate = content["records"][0]["run"]["sample_rate"]
-        for figure in _by_component(content, rate, "epoch"):
-            yield replace(figure, key=f"paper-{figure.key}")
+def _of_the_paper(content: Content) -> Iterable[Figure]:
+    """What the paper draws, if the comparison was made from a preset."""
+    drawn: Iterable[Figure] = (content.get("paper") or {}).get("figures", ())
+    return drawn
 
 
-def _by_component(content: Content, unit: float = 1.0, axis: str = "step") -> Iterable[Figure]:
+def by_component(content: Content, unit: float = 1.0, axis: str = "step") -> Iterable[Figure]:
     """Exponents and tempering of SMA-DP-SGD as means over the layers of each component of a ResNet-18, as its paper's
     Figure 4 has them; a layer without an exponent is left out of the mean. A step is so many `unit`s of the axis."""
     layers = sum(map(len, COMPONENTS.values()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from vestige import accounting
 from vestige.compare.report.drawing import Figure, Point, Series
+from vestige.compare.report.figures import by_component
 from vestige.compare.report.labels import STAGES, Content, budget_of
 from vestige.compare.statistics import summarise
 from vestige.priced_questions import SampledGaussian
@@ -25,16 +27,23 @@ AXES = {
 PERCENT = ("accuracy", "best")
 Drawn = Mapping[str, Any]
 """One of a preset's `figures`: x (epoch, epsilon, marginal epsilon, budget or setting), y (one, or several of a
-setting), and `panels`, if each word of the labels has a panel of its own."""
+setting; components: those of a ResNet-18), and `panels`, if each word of the labels has a panel of its own."""
 
 
-def paper_figures(content: Content) -> Iterator[Figure]:
-    """The figures of the preset that the comparison was made from, on its paper's own terms; none without a preset."""
-    for drawn in (content.get("paper") or {}).get("figures", ()):
-        over = drawn["x"]
-        if drawn["y"] == "components":  # of a ResNet-18: see `figures`
-            continue
-        yield from (_side_by_side if over == "setting" else _by_budget if over == "budget" else _lines)(content, drawn)
+def paper_figures(figures: Iterable[Drawn], content: Content) -> Iterator[Figure]:
+    """The `figures` of a preset from the records of a comparison that was made from it, on the paper's own terms."""
+    for drawn in figures:
+        if drawn["y"] == "components":
+            yield from _components(content)
+        else:
+            yield from {"setting": _side_by_side, "budget": _by_budget}.get(drawn["x"], _lines)(content, drawn)
+
+
+def _components(content: Content) -> Iterator[Figure]:
+    """Exponents and tempering of a ResNet-18 over epochs."""
+    rate = content["records"][0]["run"]["sample_rate"]
+    for figure in by_component(content, rate, "epoch"):
+        yield replace(figure, key=f"paper-{figure.key}")
 
 
 Place = tuple[str, str, str, str]
