@@ -891,10 +891,11 @@ COLUMNS = ("", "| what the paper shows | command | what we found | seeds | verdi
 AUTHORS = """## For the authors
 
 These numbers would decide the open rows: FO-DP-SGD's lambda, tau, gamma, kappa and zeta, the learning rates of its
-rivals, and the rows of its subsets; SMA-DP-SGD's model, sigma, clip of each group, learning rate and length, gamma_ema,
-tau_warm, xi_max, c_lambda and how spectra were shuffled; DPSGD-BR's networks, decay factors, batch of the loss test,
-T_max, p and its unit, what Figure 4 counts, and whether equation 16's sign is meant. If you are an author, give us code
-or any of these numbers in an issue: we run it and write the result here."""
+rivals, and the rows of its subsets; SMA-DP-SGD's model, sigma, clip of each group, learning rates and length, beta of
+Table 3, gamma_ema, tau_warm, xi_max, c_lambda and how spectra were shuffled; DPSGD-BR's features, networks and
+optimizers, decay factors, batch of the loss test and scale of its noise, T_max, p and its unit, what Figure 4 counts, and
+whether equation 16's sign is meant. If you are an author, give us code or any of these numbers in an issue: we run it
+and write the result here."""
 
 
 def page(rows: Rows, times: Times = None, paths: Rows = ()) -> str:

@@ -672,6 +672,68 @@ def test_verdicts_follow_from_intervals(bench):
     assert docs.not_as_printed("x", "sma-table2", rows, [("a", "c", "cifar10-mlp")]).verdict == docs.NOT_AS_PRINTED
 
 
+def trial_rows(preset, accuracies, **changes):
+    """Rows of a preset's runs at the given rate, by label and seed."""
+    found = paper_presets.find(preset).specification(None, seeds=13)
+    runs = run_grid.due(found, run_grid.grid_of(found), {})
+    facts = {"trials": 9, "updates": 3, "epsilon": 1.0, "curve": [], "stage": "given", **changes}
+    return [
+        {
+            **{"id": r.without_curve.id, "task": r.task, "label": r.label, "options": dict(r.options), "seed": r.seed},
+            **{"budget": str(r.budget), "steps": r.steps, "accuracy": accuracies[r.label] + r.seed / 1000, **facts},
+        }
+        for r in runs
+        if r.label in accuracies and r.stage == "given" and r.task == "mnist-hf"
+    ]
+
+
+def test_runs_of_earlier_settings_are_no_evidence_for_a_preset(bench):
+    docs = bench("papers_docs")
+    pair = [("buffer 2", "buffer 1", "mnist-hf")]
+    rows = trial_rows("br-fig4", {"buffer 1": 0.9, "buffer 2": 0.92})
+    now = docs.of_trials(rows, "x", "br-fig4", pair)
+    assert (now.verdict, now.seeds) == (docs.REPRODUCED, "13 (papers.json)")
+    assert "+2.0" in now.found
+    before = [{**row, "id": f"{row['id']}, before"} for row in rows]
+    assert docs.of_trials(before, "x", "br-fig4", pair).verdict == docs.NOT_AS_PRINTED
+    assert all("an earlier preset" in line for line in docs.trial_table(before)[5:])
+    assert not any("an earlier preset" in line for line in docs.trial_table(rows)[5:])
+
+
+def test_dpsgd_br_stands_beside_dpsgd_hf_with_its_printed_noise(bench):
+    """Its run for 1,000 trials in br-table2-hf is not the one that counts where the printed one was made."""
+    docs = bench("papers_docs")
+    rows = trial_rows("br-table2-hf", {"dpsgd-br": 0.5, "dpsgd-hf": 0.9}) + trial_rows("br-table4", {"dpsgd-br": 0.95})
+    found = docs.of_trials(rows, "x", "br-table2-hf", [("dpsgd-br", "dpsgd-hf", "mnist-hf")], "br-table4")
+    assert "+5.0" in found.found
+    (claim,) = [docs._printed_parameters(rows)]
+    assert "mnist: 95.60 (printed 98.39), 3 updates in 9 trials" in claim.found
+    assert claim.verdict == docs.TOO_LITTLE  # one dataset of four
+
+
+def test_a_plateau_is_a_point_high_at_most(bench):
+    """Figure 8: within a point of the best where the paper says it is flat."""
+    docs = bench("papers_docs")
+    values = {"T_max": (1, 3, 5, 7, 9), "p": (0.1, 0.3, 0.5, 0.7, 0.9), "k": (0, 0.5, 1, 2, 4)}
+    specification = paper_presets.find("br-fig8").specification(None, seeds=1)
+    ids = {
+        run.label: run.without_curve.id
+        for run in run_grid.due(specification, run_grid.grid_of(specification), {})
+        if run.stage == "given"
+    }
+    rows = [
+        {"id": ids[f"{name} {value:g}"], "label": f"{name} {value:g}", "stage": "given", "accuracy": 0.8}
+        for name, each in values.items()
+        for value in each
+    ]
+    assert docs._flat(rows).verdict == docs.REPRODUCED
+    assert (
+        docs._flat([{**row, "accuracy": 0.7} if row["label"] == "p 0.5" else row for row in rows]).verdict
+        == docs.PARTLY
+    )
+    assert docs._flat(rows[:-1]).verdict == docs.NOT_AS_PRINTED
+
+
 def test_a_claim_cites_only_methods_that_its_figure_has(bench):
     docs = bench("papers_docs")
     with pytest.raises(ValueError, match="fo-fig1 has no post-fm: its claim cannot cite it"):
