@@ -58,6 +58,13 @@ def test_vectors_with_a_cap(cap, expected):
     assert epsilon({GroupedGaussian(0.01, 4.0, 16, cap): 1000}, 1e-6) == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize(("group", "cap", "rate"), [(2000, 5, 0.05), (4, 2, 0.999999), (4, None, 1 - 1e-12)])
+def test_a_number_of_rows_that_is_nearly_certain_costs_what_a_certain_one_does(group, cap, rate):
+    multiplier = 2.0 * (cap or group)
+    certain = epsilon({Gaussian(2.0): 10}, 1e-5)
+    assert epsilon({GroupedGaussian(rate, multiplier, group, cap): 10}, 1e-5) == pytest.approx(certain, rel=1e-5)
+
+
 def test_simple_cases_are_sampled_gaussians():
     joins = 1 - 0.97**5
     losses = np.linspace(0, 3, 7)

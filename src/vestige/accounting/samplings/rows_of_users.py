@@ -52,7 +52,8 @@ def profile(question: GroupedGaussian) -> Profile:
     if simple is not None:
         return sampled_gaussian(*simple)
     counts, logs, lost = contributions(question, NEGLIGIBLE)
-    scale, weights, joins = question.multiplier, np.exp(logs), -np.expm1(xlog1py(question.group, -question.rate))
+    scale, weights, none_joins = question.multiplier, np.exp(logs), xlog1py(question.group, -question.rate)
+    joins = -np.expm1(none_joins)
     crossing = _crossings(counts, logs, scale)
 
     def parts(loss: Array) -> tuple[Array, Array]:
@@ -71,10 +72,10 @@ def profile(question: GroupedGaussian) -> Profile:
         return np.asarray(np.exp(loss) * np.maximum(held * ndtr(place / scale) - below, 0.0))
 
     rare = float(ndtr(-DEEPEST))
-    end = counts[-1] + DEEPEST * scale
+    end = counts[-1] + (DEEPEST + 1) * scale  # less lies beyond, also where the largest number is nearly certain
     highest = brentq(lambda x: ndtr((counts - x) / scale) @ weights + ndtr(-x / scale) - rare, 0.0, end)
-    reach = np.logaddexp(np.log1p(-joins), _ratio(np.array([highest]), counts, logs, scale)[0])[0]
-    fallen = np.logaddexp(np.log1p(-joins), _ratio(np.array([-DEEPEST * scale]), counts, logs, scale)[0])[0]
+    reach = np.logaddexp(none_joins, _ratio(np.array([highest]), counts, logs, scale)[0])[0]
+    fallen = np.logaddexp(none_joins, _ratio(np.array([-DEEPEST * scale]), counts, logs, scale)[0])[0]
     return Profile(remove, add, max(float(reach), 0.0), max(-float(fallen), 0.0))
 
 
