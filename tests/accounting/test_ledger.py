@@ -308,6 +308,28 @@ def test_a_forked_process_writes_no_row_of_its_parents_ledger(tmp_path):
     assert read(ledger.path).asks == {QUESTION: 1}
 
 
+def test_two_ledgers_of_the_same_questions_have_no_row_in_common(tmp_path):
+    for name in ("one", "other"):
+        ledger = Ledger(tmp_path / name)
+        ledger.open({"noise": "secret"})
+        ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+        ledger.close()
+    one, other = (read(tmp_path / name) for name in ("one", "other"))
+    assert one.asks == other.asks
+    assert not set(one.heads) & set(other.heads)
+
+
+def test_a_ledger_that_could_not_be_begun_leaves_no_file(tmp_path, monkeypatch):
+    def full(file, line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="nothing was asked"):
+        Ledger(tmp_path / "ledger.jsonl").open({"noise": "secret"})
+    monkeypatch.undo()
+    Ledger(tmp_path / "ledger.jsonl").open({"noise": "secret"})
+
+
 def test_a_ledger_in_memory_has_the_head_of_one_that_is_written(tmp_path):
     one, other = SampledGaussian(0.2, 1.0), SampledGaussian(0.2, 1)
     asked = [
@@ -320,7 +342,7 @@ def test_a_ledger_in_memory_has_the_head_of_one_that_is_written(tmp_path):
     ]
     heads = []
     for path in (None, tmp_path / "ledger.jsonl"):
-        ledger = Ledger(path)
+        ledger = Ledger(path, replays_are_free=True)  # such a run repeats itself, and its ledger has no name
         ledger.open({"what": "\0seq"})
         for question, step, part, sensitivity in asked:
             ledger.ask(question, step=step, part=part, sensitivity=sensitivity)

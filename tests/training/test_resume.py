@@ -295,6 +295,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
         (lambda out: (out / "ledger.jsonl").unlink(), "cannot read the ledger"),
         (lambda out: (out / "run.json").unlink(), "no run.json"),
         (lambda out: (out / "run.json").write_text("{"), "not JSON"),
+        (lambda out: (out / "run.json").write_text("[]"), "holds a list"),
         (
             lambda out: (out / "ledger.jsonl").write_text(
                 "".join((out / "ledger.jsonl").read_text().splitlines(True)[:5])
@@ -307,6 +308,21 @@ def test_a_spoilt_folder_is_refused_clearly(tmp_path, spoil, message):
     part_way(tmp_path / "run", 20)
     spoil(tmp_path / "run")
     with pytest.raises(ValueError, match=message):
+        start(tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("swapped", [("checkpoint.pt",), ("ledger.jsonl",), ("checkpoint.pt", "ledger.jsonl"), ()])
+@pytest.mark.nightly("swapped1")
+def test_what_was_asked_is_not_forgotten_by_files_of_another_run_of_the_same_settings(tmp_path, swapped):
+    """Nor where the ledger and the checkpoint are lost: the records say how far the run went."""
+    part_way(tmp_path / "other", 5)
+    part_way(tmp_path / "run", 9)
+    for name in ("checkpoint.pt", "ledger.jsonl"):
+        if name in swapped:
+            (tmp_path / "run" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+        elif not swapped:
+            (tmp_path / "run" / name).unlink()
+    with pytest.raises(LedgerError, match="cut or replaced|it is another run's"):
         start(tmp_path / "run", resume=True)
 
 

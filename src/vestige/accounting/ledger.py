@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
         "method": _method,
         "statistics": _statistics,
         "answer": _text,
+        "name": _text,
     },
     "ask": {"step": _whole(-1), "part": _whole(0), "attempt": _whole(0), "kind": _text},
     "resume": {"from_step": _whole(0), "attempt": _whole(0)},
@@ -147,10 +149,11 @@ def _seal(row: Mapping[str, object]) -> str:
 class Ledger:
     """The charging side: asks are checked against the budget, made durable, and only then allowed to be answered.
 
-    Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
-    step's questions), and an `assumption` when something new is known about one; each continuation after an
-    interruption adds a `resume`, the end of the run a `finish` with the hashes of what it left. Every row holds the
-    hash of the row before it. With `path=None` the ledger lives in memory; a file is written by one process at a time.
+    Rows: one `open` (the public facts of the run, and a name drawn for it), then per question one `ask` (its step, and
+    its place among that step's questions), and an `assumption` when something new is known about one; each continuation
+    after an interruption adds a `resume`, the end of the run a `finish` with the hashes of what it left. Every row
+    holds the hash of the row before it. With `path=None` the ledger lives in memory; a file is written by one process
+    at a time.
     """
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
@@ -178,7 +181,15 @@ class Ledger:
                 self._hold(os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 raise ValueError(f"{self.path} exists: it is another run's; resume it, or give a new file") from None
-        self._append({"row": "open", "version": VERSION, **facts})
+        # Two runs of the same settings ask the same: by their names, no row of one fits into the other's chain.
+        name = {} if self.path is None or self.replays_are_free else {"name": secrets.token_hex(8)}
+        try:
+            self._append({"row": "open", "version": VERSION, **name, **facts})
+        except OSError:
+            self._let_go_of_file()
+            if self.path is not None:
+                self.path.unlink()  # it holds nothing, and would be taken for a run's
+            raise
 
     def hold(self) -> None:
         """Hold the ledger of an interrupted run, so that no other process continues it too."""
@@ -259,9 +270,12 @@ class Ledger:
             elif self.spending is not None and self._file is not None:
                 self.spending.pause((self.rows, self.head))
         finally:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            self._let_go_of_file()
+
+    def _let_go_of_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _hold(self, flags: int) -> None:
         assert self.path is not None

@@ -69,7 +69,8 @@ def _opened(ledger: Path) -> dict[str, object]:
         return {}
     if not isinstance(first, dict) or first.get("row") != "open":
         return {}
-    apart = ("seq", "previous", "row", "version", "hash", "method")  # the method is compared by `check_same`
+    # The name is the ledger's own, and the method is compared by `check_same`.
+    apart = ("seq", "previous", "row", "version", "hash", "name", "method")
     return {key: value for key, value in first.items() if key not in apart}
 
 
@@ -96,6 +97,7 @@ def resume(run: Persistent, folder: RunFolder, public: dict[str, object]) -> Non
         run.ledger.hold()
         group.first(lambda: _remove_unasked(folder))
         run.ledger.close()
+    group.first(lambda: folder.require_asked(-1))
     _open(run, folder, public)
 
 
@@ -186,6 +188,7 @@ def _restore(run: Persistent, folder: RunFolder) -> None:
         raise LedgerError(
             f"{folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced"
         )
+    run.group.first(lambda: folder.require_asked(history.last_step))
     run.state.load_state_dict(saved["state"])
     run.normalised = saved["normalised"]
     if run.canaries is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from vestige.accounting.ledger import LedgerError
 from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, sha256, write_json, write_tensors
 from vestige.processes.group import ALONE, Processes
 from vestige.training.loop import Record
@@ -60,7 +61,9 @@ class RunFolder:
     def request(self) -> dict[str, Any]:
         if not (self.path / "run.json").exists():
             raise ValueError(f"resume={str(self.path)!r} holds no run: there is no run.json in it")
-        request: dict[str, object] = read_json(self.path / "run.json")
+        request = read_json(self.path / "run.json")
+        if not isinstance(request, dict):
+            raise ValueError(f"{self.path / 'run.json'} holds a {type(request).__name__}, not a run's request")
         return request
 
     def save_checkpoint(self, content: dict[str, object]) -> None:
@@ -94,6 +97,16 @@ class RunFolder:
             with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 return int(json.loads(line)["step"])
         return -1
+
+    def require_asked(self, last: int) -> None:
+        """Refuse records of steps after the last one that the ledger asks about; -1 where there is no ledger."""
+        recorded = self.last_record()
+        if recorded > last:
+            asked = f"asks up to step {last}" if last >= 0 else "asks about no step"
+            raise LedgerError(
+                f"{self.ledger} {asked}, and {self.records.name} has step {recorded}: rows were cut from the ledger, "
+                "or it is another run's; restore it, or start another run, in a new folder: what was asked adds to it"
+            )
 
     def result(self) -> dict[str, object] | None:
         path = self.path / "result.json"

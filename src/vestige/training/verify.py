@@ -146,12 +146,7 @@ def _check_steps(folder: RunFolder, history: LedgerHistory, finished: bool) -> N
     A question is in the ledger before its step has a record, and the end of the steps (the assumption `fixed_steps`)
     before the weights are written: a run that was killed at any time passes. Loops of one's own write weights when they
     like."""
-    recorded = folder.last_record()
-    if recorded > history.last_step:
-        raise LedgerError(
-            f"{folder.ledger} asks up to step {history.last_step}, and {folder.records.name} has step {recorded}: rows "
-            "were cut from the ledger"
-        )
+    folder.require_asked(history.last_step)
     weights, ended = folder.path / "model.pt", finished or "fixed_steps" in history.assumptions
     if weights.exists() and not ended and (folder.path / "run.json").exists():
         raise LedgerError(
