@@ -20,7 +20,11 @@ def check_number(name: str, value: object, finite: bool = True) -> None:
     """A number that is one: no text, no truth value."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     require(name, value, number, "be a number")
-    require(name, value, not finite or isfinite(value), "be finite")  # type: ignore[arg-type]
+    try:
+        known = isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise ValueError(f"{name} is a whole number that no float is as large as; give a smaller one") from None
+    require(name, value, known or not finite, "be finite")
 
 
 def require_line(name: str, value: object) -> None:
@@ -40,9 +44,20 @@ def require(name: str, value: object, holds: bool, must: str) -> None:
         raise ValueError(f"{name}={value} must {must}")
 
 
-def check_bound(bound: float) -> None:
+SMALLEST_BOUND, LARGEST_BOUND = 1e-10, 1e30
+"""Bounds between which float32 scales every gradient to its bound, and holds the result."""
+
+
+def check_bound(bound: float, name: str = "bound") -> None:
     """What one example may contribute."""
-    require("bound", bound, 0 < bound < inf, "be positive and finite: it bounds one example's influence")
+    try:
+        usable = SMALLEST_BOUND <= bound <= LARGEST_BOUND
+    except TypeError:
+        raise ValueError(f"{name}={bound!r} must be a number: it bounds one example's influence") from None
+    if not usable:
+        require(name, bound, 0 < bound < inf, "be positive and finite: it bounds one example's influence")
+        span = f"lie between {SMALLEST_BOUND:g} and {LARGEST_BOUND:g}: float32 scales no gradient to it exactly"
+        require(name, bound, False, span)
 
 
 @contextmanager

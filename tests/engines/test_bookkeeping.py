@@ -43,6 +43,27 @@ def test_an_example_moves_the_sum_by_at_most_the_bound(name):
         assert 0.99 * clip.bound <= moved <= clip.bound * (1 + 1e-4)
 
 
+@pytest.mark.parametrize(("shape", "positions"), [((8,), 1), ((3, 8), 3), ((2, 6, 6), 16)])
+@pytest.mark.parametrize(("size", "weight"), [(4e18, 2.5e-23), (2e38, 1e-12)])
+@pytest.mark.parametrize("bound", [1e-6, 1.0])
+def test_huge_inputs_beside_a_tiny_loss_stay_within_the_bound(shape, positions, size, weight, bound):
+    """A weight of its own makes the gradient of a row's outputs so small that its square, or its product with the
+    clip's factor, underflows, beside inputs whose squares overflow."""
+    model: nn.Module = nn.Linear(8, 4, bias=False) if len(shape) < 3 else nn.Conv2d(2, 8, 3, bias=False)
+    nn.init.zeros_(parameter := next(model.parameters()))
+    layout = Layout.of(model)
+    batch = (torch.full((2, *shape), size), torch.tensor([weight, 0.0]))
+
+    def weighted(output: Tensor, weight: Tensor) -> Tensor:
+        return (output.flatten(1).sum(dim=1) * weight).mean()
+
+    got = torch.zeros(layout.size)
+    norms = BookKeeping(model, weighted, layout)(batch, layout.parameters(model), Flat(bound), got)
+    norm = weight * size * positions * parameter.numel() ** 0.5
+    assert norms[0].item() == pytest.approx(norm, rel=1e-3)
+    assert got.double().norm().item() == pytest.approx(min(bound, norm), rel=2**-10)
+
+
 def test_cancelling_positions_do_not_hide_a_gradient():
     """Inner products of 1e8 cancel to a gradient of norm 8; by rounding it could look small, and pass unclipped."""
 

@@ -32,7 +32,7 @@ from vestige.engines.per_example.sums_of_users import RowsOfUsers, UserRows, sum
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference
-from vestige.layout import Layout, compiled_in
+from vestige.layout import Layout, Segment, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses, of_torch
@@ -175,9 +175,13 @@ def add_weighted(
         # Zero times infinity is NaN, so what an unusable example saved must be blanked. To look whether there is one
         # would end the capture of a CUDA graph; there every example is blanked or kept, at the price of a copy.
         blank = real is not None or (into.is_cuda and torch.cuda.is_current_stream_capturing())
+        wide: dict[str, Gradient] = {}
         if not blank and bool(suspect.any()):
-            norms[suspect] = _norms(_selected(gradients, suspect), layout, into, int(suspect.sum()))
-            suspect, blank = ~norms.isfinite().all(dim=1), True
+            wide, blank = _selected(gradients, suspect), True
+            norms[suspect] = _norms(wide, layout, into, int(suspect.sum()))
+            unusable = ~norms[suspect].isfinite().all(dim=1)
+            rows = unusable if users is None else users.among(suspect).of_rows(unusable, True)
+            wide = _blanked(wide, unusable, rows, in_place=False)
         if blank:
             unusable = suspect if users is None else users.of_rows(suspect, True)
             gradients = _blanked(gradients, suspect, unusable, in_place=real is not None)
@@ -185,18 +189,40 @@ def add_weighted(
         constants, place = layout.distinct_constants
         # One constant or several, the kernels are as many; multiplied before it is rounded.
         scaled = exact * constants[0] if len(constants) == 1 else exact * _scales(constants, into.device)[:, None, None]
-        factors = scaled.to(into.dtype).mT.contiguous().view(len(constants), *exact.t().shape)
-        of_rows = factors if users is None else users.of_rows(factors, 0.0)
+        whole = scaled.mT.contiguous().view(len(constants), *exact.t().shape)
+        added = [(gradients, *_factors(whole.to(into.dtype), users))]
+        if wide:  # in float32 a factor times what stands beside a huge number would underflow
+            added.append((wide, *_factors(whole[..., suspect], None if users is None else users.among(suspect))))
         for s in layout.segments:
-            own = of_rows if isinstance(gradients.get(s.name), RowsOfUsers) else factors
-            share = own[place[s.scale], s.group]
             if isinstance(kept, ShardedSum):
                 with kept.at(s) as where:
-                    if s.name in gradients:
-                        gradients[s.name].add(where, share)
+                    _add(added, s, place[s.scale], where)
             elif s.name in gradients:
-                gradients[s.name].add(kept[s.start : s.stop].view(s.shape), share)
+                _add(added, s, place[s.scale], kept[s.start : s.stop].view(s.shape))
     return norms
+
+
+def _factors(of_examples: Tensor, users: UserRows | None) -> tuple[Tensor, Tensor]:
+    """Factors [constants, groups, examples] of examples, and of the rows of those that are users."""
+    return of_examples, of_examples if users is None else users.of_rows(of_examples, 0.0)
+
+
+def _add(
+    added: Sequence[tuple[Mapping[str, Gradient], Tensor, Tensor]], segment: Segment, scale: int, into: Tensor
+) -> None:
+    """Add a parameter's gradients, weighted by their factors: those in float64 by themselves, before they are
+    rounded."""
+    for found_by_name, of_examples, of_rows in added:
+        found = found_by_name.get(segment.name)
+        if found is None:
+            continue
+        share = (of_rows if isinstance(found, RowsOfUsers) else of_examples)[scale, segment.group]
+        if share.dtype == into.dtype:
+            found.add(into, share)
+        else:
+            alone = into.new_zeros(into.shape, dtype=share.dtype)
+            found.add(alone, share)
+            into.add_(alone)
 
 
 def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, examples: int) -> Tensor:

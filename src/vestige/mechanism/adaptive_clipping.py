@@ -128,7 +128,9 @@ class Quantile(FixedClip):
     adaptive = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.lowest <= self.start <= self.highest:
+        check_bound(self.lowest, "lowest")
+        check_bound(self.highest, "highest")
+        if not self.lowest <= self.start <= self.highest:
             raise ValueError(f"start={self.start} must be positive and lie in [{self.lowest}, {self.highest}]")
         if not 0 < self.target < 1:
             raise ValueError(f"target={self.target} must lie in (0, 1): the fraction of examples to leave unclipped")

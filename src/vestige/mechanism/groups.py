@@ -158,7 +158,9 @@ class PerGroup(FixedClip):
         if self.split is not None and len(self.split) != groups:
             raise ValueError(f"split={self.split} has {len(self.split)} parts for {groups} groups; give one for each")
         parts = torch.tensor(self.split or (1.0,) * groups, dtype=torch.float64)
-        return self.whole(groups) * parts / torch.linalg.vector_norm(parts)
+        found = self.whole(groups) * parts / torch.linalg.vector_norm(parts)
+        check_bound(float(found.min()), "split: the smallest group's bound")
+        return found
 
     def whole(self, groups: int) -> float:
         """The bound of the whole gradient."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vestige import tf32
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.gradient_forms import Geometry, Patches
+from vestige.engines.per_example.gradient_forms import Geometry, Outer, Patches
 from vestige.tf32 import products_in_tf32, tf32_products
 
 gpu = pytest.mark.skipif(not tf32.triton_available(), reason="needs a GPU and Triton")
@@ -59,6 +59,26 @@ def test_a_norm_is_never_below_what_rounding_hides():
     assert (kernels.norms_of(*kernels.outer_squares(left, right)).double().square() >= exact).all()
     grams = [torch.bmm(m, m.transpose(1, 2)) for m in (left, right)]
     assert ((grams[0] * grams[1]).sum(dim=(1, 2)).double() < 0.9 * exact).any(), "rounding never mattered here"
+
+
+UNHELD = [(4e18, 2.5e-23), (1e15, 1e-18), (3e19, 1.0), (1.0, 1e-25), (1e3, 1e-25), (1e15, 1e-10)]
+"""Sizes of two factors; of the first three float32 does not hold the squares of both as exactly as their product."""
+
+
+def unheld(positions, out, width, device="cpu"):
+    """Examples of which one position has such sizes, beside usual ones."""
+    left, right = (torch.ones(len(UNHELD), positions, size, device=device) for size in (out, width))
+    for place, (one, other) in enumerate(UNHELD):
+        left[place, -1], right[place, -1] = other, one
+    return left, right
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_a_norm_that_float32_does_not_hold_is_infinite_until_it_is_taken_in_float64(positions):
+    left, right = unheld(positions, 5, 7)
+    assert Outer(left, right).norms(2.0**-24).isinf().tolist() == [True] * 3 + [False] * 3
+    exact = torch.einsum("bto,bti->boi", left.double(), right.double()).flatten(1).norm(dim=1)
+    torch.testing.assert_close(Outer(left.double(), right.double()).norms(2.0**-24), exact, rtol=1e-4, atol=0.0)
 
 
 def norm_gradients(layer, inputs, signals):
@@ -461,3 +481,13 @@ def test_without_tf32_either_interface_may_be_asked_and_is_left_as_it_was(legacy
     finally:
         cudnn.allow_tf32 = before[0]
         write("cuda", "conv", before[1]), write("cuda", "rnn", before[2])
+
+
+@fused
+@pytest.mark.parametrize("shape", [(3, 5, 7), (40, 16, 32), (3, 1200, 600)])
+def test_fused_norms_that_float32_does_not_hold_are_infinite(shape):
+    from vestige.engines.per_example import triton_gradient_norms
+
+    left, right = unheld(*shape, DEVICE)
+    norms, _ = triton_gradient_norms.outer_norms(left, right, shape[1:], 2.0**-20, 2.0**-24, 0.0)
+    assert norms.isfinite().tolist() == [False] * 3 + [True] * 3

@@ -110,7 +110,8 @@ class Outer:
 
     def norms_and_lengths(self, unit: float) -> tuple[Tensor, Tensor]:
         if self.left.shape[1] == 1:
-            norms = Dense(self.left).norms() * Dense(self.right).norms()
+            left, right = Dense(self.left).norms(), Dense(self.right).norms()
+            norms = kernels.where_held(left * right, left.square(), right.square())
             return norms, norms
         return kernels.outer_norms(self.left, self.right, unit, MARGIN if multiplies_in_tf32(self.left) else 0.0)
 

@@ -16,6 +16,9 @@ from vestige.tf32 import tf32_products, triton_available
 Pair = tuple[int, int]
 ALIGNED, LONG, LARGE = {"cuda"}, 2048, 2**22
 """Where rows should begin at certain addresses, if they are so long, and are copied for that, in a tensor so large."""
+UNSEEN, SEEN = 1e-32, 1e-20
+"""What a sum of squares in float32 may miss, of a million numbers, and the square of a norm that need not be exact
+(`clipping.SMALLEST_NORM`)."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,18 @@ def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def gram_squares(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """The same from the two matrices of inner products between positions, [examples, positions, positions] each."""
     squares = torch.linalg.vecdot(first.flatten(1), second.flatten(1))
-    diagonals = first.diagonal(dim1=1, dim2=2) * second.diagonal(dim1=1, dim2=2)
-    return squares, diagonals.clamp(min=0.0).sqrt().sum(dim=1)
+    left, right = first.diagonal(dim1=1, dim2=2), second.diagonal(dim1=1, dim2=2)
+    return squares, where_held((left * right).clamp(min=0.0).sqrt(), left, right).sum(dim=1)
+
+
+def where_held(products: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Products of two norms, infinite where float32 does not hold their squares, `left` and `right`: one overflows, or
+    one is nearly zero and the other so large that what was lost is not. Such an example is taken in float64."""
+    if products.dtype == torch.float64:
+        return products
+    smaller, larger = torch.minimum(left, right), torch.maximum(left, right)
+    held = (larger < torch.inf) & ((larger < SEEN / UNSEEN) | (smaller > UNSEEN))
+    return torch.where(held, products, torch.inf)
 
 
 # Terms of either sign may cancel down to their own rounding errors, and a norm that rounding made too small would let

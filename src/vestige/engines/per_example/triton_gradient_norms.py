@@ -111,6 +111,14 @@ def _gram(
 
 
 @triton.jit
+def _length(one, other, rows):
+    """The sum of the norms of a tile's terms, by `kernels.where_held`: see there (`SEEN / UNSEEN`, `UNSEEN`)."""
+    held = (tl.maximum(one, other) < 1e12) | (tl.minimum(one, other) > 1e-32)
+    squares = tl.where(held, tl.maximum(one * other, 0.0), float("inf"))
+    return tl.sum(tl.sqrt(tl.where(rows[:, None] == rows[None, :], squares, 0.0)))
+
+
+@triton.jit
 def _outer_squares(
     left, right, squares, lengths, starts, counts, positions, out_width, out_step, in_width, in_step, pairs, tiles,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -135,8 +143,7 @@ def _outer_squares(
     other = _gram(right, start, rows, columns, own, in_width, in_step, TILE, DEPTH, PRECISION)
     total = tl.sum(one * other)
     if column == row:
-        diagonal = tl.where(rows[:, None] == columns[None, :], one * other, 0.0)
-        tl.store(lengths + example * tiles + row, tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0))))
+        tl.store(lengths + example * tiles + row, _length(one, other, rows))
     else:
         total = 2 * total
     tl.store(squares + example * pairs + pair, total)
@@ -234,10 +241,8 @@ def _bounded_grams(grams, norms, sums, splits, hidden, unit, margin, MARGIN: tl.
         one += tl.load(place)
         other += tl.load(place + TILE * TILE)
         place += 2 * TILE * TILE
-    products = one * other
-    diagonal = tl.where(rows[:, None] == rows[None, :], products, 0.0)
-    length = tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0)))
-    _store_norm(norms + example, sums + example, tl.sum(products), length, hidden, unit, margin, MARGIN)
+    length = _length(one, other, rows)
+    _store_norm(norms + example, sums + example, tl.sum(one * other), length, hidden, unit, margin, MARGIN)
 
 
 def convolution_gradients(
