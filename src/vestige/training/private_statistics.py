@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +254,8 @@ def _record(books: Ledger, reproducible: int | None) -> None:
     assumptions.record(books, "adjacency", "checked", "a blank row counts for nothing; the number of rows is public")
     assumptions.record(books, "sampling", "not needed", "every row is asked")
     assumptions.record(books, "divisor", "checked", "the public number of rows")
-    assumptions.record(books, "bad_rows", "checked", "a value that is missing or out of range counts for nothing")
+    missing = "a value that is missing or out of range counts for nothing; one of another kind ends the call"
+    assumptions.record(books, "bad_rows", "assumed", missing)
     assumptions.record(books, "fixed_steps", "checked", "all questions were fixed beforehand")
 
 
@@ -290,13 +291,16 @@ def _asked(
     vocabulary: Mapping[Column, Vocabulary],
 ) -> list[_Asked]:
     found = []
+    for name, asked in (("quantiles", quantiles), ("classes", classes), ("vocabulary", vocabulary)):
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"{name}={asked!r} must be a dictionary: what is asked, by column")
     if means is not None:
         bounds = means if isinstance(means, Mapping) else dict.fromkeys(columns, means)
         for column, bound in bounds.items():
             _check_bounds("means", column, bound)
         found.append(_moments({column: _numbers(columns, column) for column in bounds}, bounds))
-    for column, (low, high, shares) in quantiles.items():
-        _check_bounds("quantiles", column, (low, high))
+    for column, given in quantiles.items():
+        low, high, shares = _bounds_and_shares(column, given)
         values = np.sort(np.clip(_finite(_numbers(columns, column)), low, high))
         total = len(_numbers(columns, column))
         found += [_quantile(column, values, total, low, high, share) for share in shares]
@@ -352,7 +356,7 @@ def _quantile(column: Column, values: np.ndarray, rows: int, low: float, high: f
 
 
 def _histogram(column: Column, values: Sequence[object], labels: Sequence[object]) -> _Asked:
-    if len(set(labels)) != len(labels) or len(labels) < 2:
+    if not all(isinstance(label, Hashable) for label in labels) or len(set(labels)) != len(labels) or len(labels) < 2:
         raise ValueError(f"classes of column {column!r} must be two or more different values that may occur")
 
     def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, object]]:
@@ -367,6 +371,8 @@ def _histogram(column: Column, values: Sequence[object], labels: Sequence[object
 def _words(column: Column, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
     """A row counts once for each of its first different words, `words_per_row` at most: the norm of its part is at most
     the root of that."""
+    if not isinstance(wanted, Vocabulary):
+        raise ValueError(f"vocabulary of column {column!r}: give a vestige.Vocabulary, not {wanted!r}")
     most = wanted.words_per_row
     sensitivity = sqrt(most)
 
@@ -448,7 +454,7 @@ def _numbers(columns: Mapping[Column, object], column: Column) -> np.ndarray:
     given = _column(columns, column)
     try:
         found = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"column {column!r} holds no numbers") from error
     _require_one_value(column, found.shape, len(given))
     return found
@@ -467,6 +473,20 @@ def _check_bounds(name: str, column: Column, bounds: Any) -> None:
     check_number(name, high)
     if not low < high:
         raise ValueError(f"{name} of column {column!r}: the bounds ({low}, {high}) must rise")
+    if not isfinite(float(high) - float(low)):
+        raise ValueError(f"{name} of column {column!r}: the bounds ({low}, {high}) are too far apart for a float")
+
+
+def _bounds_and_shares(column: Column, given: Any) -> tuple[float, float, Sequence[float]]:
+    try:
+        low, high, shares = given
+        shares = list(shares)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"quantiles of column {column!r}: give public bounds and shares (low, high, (0.25, 0.5)), not {given!r}"
+        ) from None
+    _check_bounds("quantiles", column, (low, high))
+    return low, high, shares
 
 
 # --- how many rows of one user ----------------------------------------------------------------------------------------
