@@ -362,6 +362,50 @@ def test_a_run_that_was_killed_before_its_seal_is_sealed_when_it_resumes(file, t
         vestige.synthesize(file, **given, resume=True)
 
 
+OWNED = {"age": [20, 30, 40, 50] * 50, "work": ["a", "b"] * 100, "who": [row // 4 for row in range(200)]}
+OF_USERS = {"user_column": "who", "rows_per_user": 4}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({}, OF_USERS),
+        (OF_USERS, {}),
+        ({}, {"reproducible": True}),
+        ({}, {"label_column": "work", "evaluate": "private"}),
+    ],
+)
+def test_a_run_is_resumed_for_whom_and_as_it_was_begun(first, then, tmp_path):
+    """What was answered before was noised for rows: it says nothing about users."""
+    asked = {"data": OWNED, "columns": {"age": (0, 60), "work": ["a", "b"]}, "epsilon": 1.0, "delta": 1e-4}
+    begun = TableRun(TableSynthesis(**asked, **first), tmp_path / "run")
+    assert begun.complete(lambda done, of: done < 1) is None
+    with pytest.raises(ValueError, match="is not what it was when the run began"):
+        vestige.synthesize(**asked, **then, out=tmp_path / "run", resume=True)
+    assert vestige.synthesize(**asked, **first, out=tmp_path / "run", resume=True).guarantee.epsilon <= 1.0
+
+
+def test_users_of_a_data_frame_are_named_by_a_column_and_none_may_be_missing():
+    pandas = pytest.importorskip("pandas")
+    asked = {"columns": {"age": (0, 60), "work": ["a", "b"]}, "epsilon": 1.0, "delta": 1e-4, **OF_USERS}
+    assert vestige.synthesize(pandas.DataFrame(OWNED), **asked).guarantee.unit == "user"
+    frame = pandas.DataFrame({**OWNED, "who": [None, *OWNED["who"][1:]]})
+    with pytest.raises(ValueError, match="row 0 has no user"):
+        vestige.synthesize(frame, **asked)
+
+
+def test_a_request_that_was_edited_is_not_resumed(tmp_path):
+    asked = {"data": OWNED, "columns": {"age": (0, 60), "work": ["a", "b"]}, "epsilon": 1.0, "delta": 1e-4}
+    begun = TableRun(TableSynthesis(**asked, **OF_USERS), tmp_path / "run")
+    assert begun.complete(lambda done, of: done < 1) is None
+    request = json.loads((tmp_path / "run" / "run.json").read_text())
+    del request["public"]["users"]
+    request["public"]["adjacency"] = "zero-out one row"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(request))
+    with pytest.raises(ValueError, match="but the ledger was opened with"):
+        vestige.synthesize(**asked, out=tmp_path / "run", resume=True)
+
+
 def test_answers_of_a_resumed_run_are_those_that_were_kept(tmp_path):
     kept = InFile(tmp_path / "answers.pt")
     kept.keep(0, torch.tensor([1.5]))

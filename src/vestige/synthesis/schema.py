@@ -201,7 +201,7 @@ def read_table(data: object, columns: Sequence[Column]) -> Codes:
         blank = {use for use, column in zip(uses, columns, strict=True) if column.optional}
         by_name = dict(zip(uses.values(), tasks.read_columns(Path(data), uses, blank).values(), strict=True))
     else:
-        by_name = {column.name: _of_memory(data, column.name) for column in columns}
+        by_name = {column.name: column_in_memory(data, column.name) for column in columns}
     if len({len(values) for values in by_name.values()}) > 1:
         raise ValueError("data: its columns have different lengths")
     if not len(by_name[columns[0].name]):
@@ -209,12 +209,12 @@ def read_table(data: object, columns: Sequence[Column]) -> Codes:
     return np.column_stack([column.encode(by_name[column.name]) for column in columns])
 
 
-def _of_memory(data: Any, name: str) -> list[object]:
+def column_in_memory(data: Any, name: str, argument: str = "columns") -> list[object]:
     """A column of a dictionary of columns, or of a data frame."""
     try:
         return list(data[name])
     except (KeyError, TypeError, IndexError):
-        raise ValueError(f"columns: {name}: the data have no such column; give a file, or columns by name") from None
+        raise ValueError(f"{argument}: {name}: the data have no such column; give a file, or columns by name") from None
 
 
 def described(columns: Sequence[Column]) -> list[dict[str, object]]:

@@ -19,7 +19,7 @@ from vestige.assumptions import ADJACENCY, Status, record
 from vestige.budget.spending import Provenance, account_of, attach, continued, of_users
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
 from vestige.files import write_json
-from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
+from vestige.mechanism.users.ownership import facts_of_users, ownership
 from vestige.priced_questions import Gaussian, Question
 from vestige.randomness.keys import Randomness
 from vestige.synthesis import quality
@@ -27,8 +27,9 @@ from vestige.synthesis.curator import InFile, InMemory, Interrupted, TableCurato
 from vestige.synthesis.evolution import ITERATIONS, EvolutionPlan, Evolved, evolved
 from vestige.synthesis.marginals import Fitted, MarginalsPlan, fitted
 from vestige.synthesis.output import Synthesis, card_of, check_writable, page_of, write_rows
-from vestige.synthesis.schema import BINS, Codes, Column, columns_of, described, read_table
+from vestige.synthesis.schema import BINS, Codes, Column, column_in_memory, columns_of, described, read_table
 from vestige.tf32 import check_device
+from vestige.training.persistence import begun
 from vestige.training.run_folder import RunFolder
 from vestige.units import Users
 
@@ -110,8 +111,8 @@ class TableRun:
         self.columns = _checked(job)
         self.folder = None if out is None else RunFolder(out)
         if job.seed is None:  # public chance is written down: a run that is resumed varies its candidates as before
-            begun = self.folder.request()["synthesize"] if resume and self.folder is not None else {}
-            job = replace(job, seed=begun.get("seed", secrets.randbits(32)))
+            asked = self.folder.request()["synthesize"] if resume and self.folder is not None else {}
+            job = replace(job, seed=asked.get("seed", secrets.randbits(32)))
         self.job = job
         check_writable(_suffix(job.data))
         rows = read_table(job.data, self.columns)
@@ -150,8 +151,8 @@ class TableRun:
         if isinstance(job.data, str | Path):
             ids = tasks.read_columns(Path(job.data), {"user_column": job.user_column})["user_column"]
         else:
-            _, ids = with_users(job.data, job.user_column)
-        owned = ownership([str(each) for each in ids], len(rows))
+            ids = column_in_memory(job.data, job.user_column, "user_column")
+        owned = ownership(ids, len(rows))
         users = facts_of_users(owned, "rows", job.rows_per_user, None, job.delta)
         assert users.rows_per_user is not None
         return rows[owned.bounded(users.rows_per_user, key)], users
@@ -179,10 +180,12 @@ class TableRun:
                     self.ledger.spending.finish()
                 raise
         else:
-            was = self.folder.request()["public"]
-            for key in ("population", "columns", "epsilon", "delta", "method"):
-                if was.get(key) != facts[key]:
-                    raise ValueError(f"resume: {key} is not what it was when the run began; give the same data")
+            was = begun(self.folder)
+            for key, value in facts.items():
+                if was.get(key) != value:
+                    raise ValueError(
+                        f"resume: {key} is not what it was when the run began; give the same data and settings"
+                    )
             run = continued(was, self.job.budget)
             if self.folder.ledger.exists():
                 kept = len(InFile(self.folder.path / "answers.pt"))
