@@ -231,6 +231,15 @@ def test_a_loop_goes_on_with_the_same_users_only(tmp_path):
         private(PrivacyEngine(ledger=file, resume=True), sample="users", target_delta=1e-5, users=others)
 
 
+def test_a_loop_about_users_does_not_go_on_about_rows(tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    engine, *loop = private(PrivacyEngine(ledger=file), rows_per_user=60, target_delta=1e-5)
+    steps(*loop, most=1)
+    engine.close()
+    with pytest.raises(ValueError, match="resume: users is None now but was"):
+        private(PrivacyEngine(ledger=file, resume=True), users=None, target_delta=1e-5)
+
+
 def test_a_budget_is_kept_resumed_and_shown(tmp_path):
     file = tmp_path / "ledger.jsonl"
     engine, *loop = private(PrivacyEngine(ledger=file), target=4.0, rows_per_user=3)

@@ -752,7 +752,8 @@ class PrivacyEngine(HoldsKey):
         if history is None:
             self._ledger.open(facts)
             return layout, 0
-        for key, value in answers_first(facts):
+        absent = dict.fromkeys(("users", "owners", "canaries", "max_batch"))
+        for key, value in answers_first({**absent, **facts}):
             if key in ("delta", "owners") and key not in history.facts:
                 continue  # until 0.2 loops did not write these down
             was = require_same_answers(key, history.facts.get(key), value)
