@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from math import inf, isfinite
-from numbers import Real
+from numbers import Integral, Real
+from typing import ParamSpec, TypeVar, cast
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 SMALLEST_MULTIPLIER = 1e-100
 """Below this there is noise in name only, and the square of the multiplier is close to underflow."""
@@ -14,6 +20,28 @@ SMALLEST_MULTIPLIER = 1e-100
 
 LARGEST_MULTIPLIER = 1e100
 """Above this the square of the multiplier is close to overflow, and a release is only noise."""
+
+
+def python_number(value: T) -> T:
+    """A number of numpy as Python's: JSON takes no others, and a float32 takes digits from the floats that it meets.
+
+    >>> import numpy as np
+    >>> python_number(np.int64(3)), python_number(np.float32(0.5)), python_number("auto"), python_number(True)
+    (3, 0.5, 'auto', True)
+    """
+    if isinstance(value, bool | int) or type(value) is float or not isinstance(value, Real):
+        return value
+    return cast(T, int(value) if isinstance(value, Integral) else float(value))
+
+
+def python_numbers(function: Callable[P, R]) -> Callable[P, R]:
+    """Declare that a function takes numbers of numpy too: it is given Python's."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*map(python_number, args), **{name: python_number(value) for name, value in kwargs.items()})  # type: ignore[arg-type]
+
+    return call
 
 
 def check_number(name: str, value: object, finite: bool = True) -> None:
@@ -79,6 +107,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def check_rate(rate: float) -> None:
+    check_number("sample_rate", rate, finite=False)
     if not 0 < rate <= 1:
         raise ValueError(f"sample_rate={rate} must lie in (0, 1]: it is the probability that an example joins a step")
 
@@ -94,6 +123,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_delta(delta: float, population: int | None = None) -> None:
+    check_number("delta", delta, finite=False)
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie in (0, 1): take one well below 1 / examples, such as 1e-5")
     if population == 0:
@@ -113,6 +143,7 @@ def secure_mode(arithmetic: str) -> bool:
 
 
 def check_multiplier(noise_multiplier: float, name: str = "noise_multiplier") -> None:
+    check_number(name, noise_multiplier, finite=False)
     if not SMALLEST_MULTIPLIER <= noise_multiplier < inf:
         raise ValueError(f"{name}={noise_multiplier} must be positive and finite: without noise there is no privacy")
     if noise_multiplier > LARGEST_MULTIPLIER:

@@ -9,7 +9,7 @@ from math import inf
 from numbers import Integral
 from typing import Any, ClassVar
 
-from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number, require
+from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number, python_number, require
 
 LARGEST_GROUP = 10_000
 """Rows of one user in a step whose number is followed one by one."""
@@ -38,7 +38,8 @@ class Question:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            name, value = each.name, getattr(self, each.name)
+            name, value = each.name, python_number(getattr(self, each.name))
+            object.__setattr__(self, name, value)
             if each.type == "float":
                 check_number(name, value, finite=False)
             elif each.type == "str":

@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from vestige.checks import python_number
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -57,13 +59,14 @@ def current(arguments: Mapping[str, object], earlier: Mapping[str, Now], stackle
 
 
 def renamed_arguments(*earlier: Mapping[str, Now]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare that a function takes earlier names of its arguments too."""
+    """Declare that a function takes earlier names of its arguments too, and numbers of numpy."""
     known = {old: now for each in earlier for old, now in each.items()}
 
     def declare(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(*args, **current(kwargs, known))  # type: ignore[arg-type]
+            named = {name: python_number(value) for name, value in current(kwargs, known).items()}
+            return function(*args, **named)  # type: ignore[arg-type]
 
         return call
 

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, Literal
 
 from vestige import layerwise_scaling as balances
-from vestige.checks import renamed
+from vestige.checks import python_number, renamed
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, Origin, by_group
 from vestige.optim import rules
@@ -108,7 +108,7 @@ def register(
 
         @wraps(make)
         def named(**options: object) -> Method:
-            options = current(options, CLIP)
+            options = {name: python_number(value) for name, value in current(options, CLIP).items()}
             chosen = signature.bind(**options)
             chosen.apply_defaults()
             with renamed(known):

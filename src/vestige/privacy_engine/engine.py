@@ -21,7 +21,16 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from vestige import accounting, assumptions
 from vestige.accounting.ledger import Ledger, LedgerError, LedgerHistory, read
 from vestige.budget.spending import Budget, Provenance, attach, continued
-from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
+from vestige.checks import (
+    check_delta,
+    check_epsilon,
+    check_multiplier,
+    check_number,
+    check_steps,
+    python_number,
+    python_numbers,
+    renamed,
+)
 from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import sizes_of
@@ -223,6 +232,10 @@ class PrivacyEngine(HoldsKey):
         refuse_others(others)
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
+        noise_multiplier, max_grad_norm = python_number(noise_multiplier), python_number(max_grad_norm)
+        target_delta, max_batch = python_number(target_delta), python_number(max_batch)
+        steps_per_batch, tokens_per_example = python_number(steps_per_batch), python_number(tokens_per_example)
+        rows_per_user, cap = python_number(rows_per_user), python_number(cap)
         wrapper, user_module = module, unwrapped(module)
         group, loop = self._join(user_module)
         # What is looked at, and what passes run in, are whole.
@@ -437,6 +450,9 @@ class PrivacyEngine(HoldsKey):
         """
         if (epochs is None) == (draws is None):
             raise ValueError("give epochs, or draws: over how many batches the budget is spent")
+        target_epsilon, target_delta = python_number(target_epsilon), python_number(target_delta)
+        epochs, draws = python_number(epochs), python_number(draws)
+        check_epsilon(target_epsilon)
         check_loader(data_loader)
         owned = of_users(data_loader, users, sample, rows_per_user, cap, target_delta)
         check_delta(target_delta, self._rows(owned))
@@ -471,6 +487,7 @@ class PrivacyEngine(HoldsKey):
         """
         return batch_mean(loss)
 
+    @python_numbers
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
         check_delta(delta, self._population or None)
@@ -532,6 +549,7 @@ class PrivacyEngine(HoldsKey):
             self._steps.passes.note_writes()
             self._record_passes()
 
+    @python_numbers
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""
         promise = self.guarantee(delta)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vestige.checks import python_numbers
 from vestige.synthesis.output import Synthesis
 from vestige.synthesis.tables import TableRun, TableSynthesis
 from vestige.synthesis.texts import TextRun, TextSynthesis
 
 
+@python_numbers
 def synthesize(data: object, *, out: str | Path | None = None, resume: bool = False, **settings: Any) -> Synthesis:
     """Make rows that may be shared, of a private table; or texts, with a language model.
 

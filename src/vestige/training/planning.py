@@ -370,7 +370,12 @@ def choose_rate(
         scale_free=method.rule.scale_free,
         balanced=method.balance is not None,
     )
+    if not chosen.lr < LARGEST_RATE:
+        raise ValueError(f"lr='auto' is {chosen.lr:.3g} here, which float32 cannot hold: give lr a number")
     return chosen.lr, str(chosen)
+
+
+LARGEST_RATE = 1e30
 
 
 def noise_walk(method: Method, sample_rate: float, steps: int) -> float:

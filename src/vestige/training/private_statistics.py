@@ -20,7 +20,7 @@ from scipy.special import ndtri
 from vestige import accounting, assumptions
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.budget.spending import Budget, Provenance, account_of, attach
-from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps
+from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps, python_numbers
 from vestige.files import read_json, sha256, write_json
 from vestige.mechanism.users.ownership import ChosenBound, ownership
 from vestige.priced_questions import ExponentialMechanism, Gaussian, Question, new_answer
@@ -132,6 +132,7 @@ class PrivateStatistics:
         return {"rows": self.rows, "questions": questions, "answer": self.answer}
 
 
+@python_numbers
 def private_statistics(
     data: object,
     *,
@@ -494,6 +495,7 @@ def _bounds_and_shares(column: Column, given: Any) -> tuple[float, float, Sequen
 BOUND = "bound.json"
 
 
+@python_numbers
 def private_bound(
     users: object,
     *,

@@ -24,7 +24,7 @@ from vestige.accounting.ledger import Budget as Limit
 from vestige.accounting.ledger import LedgerError
 from vestige.accounting.odometers_and_filters import FilteredBudget, Reserving
 from vestige.budget.spending import Budget, Provenance, attach, continued, of_users
-from vestige.checks import RowsNotApart, check_number, check_steps, renamed
+from vestige.checks import RowsNotApart, check_number, check_steps, renamed, require
 from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured, sizes_of
@@ -241,6 +241,9 @@ def train(
         if shards is not None:
             _check_shardable(engine, audit, param_groups, bfloat16)
         check_physical_batch(max_physical_batch_size)
+        if reproducible is not None:
+            whole = isinstance(reproducible, int) and reproducible >= 0
+            require("reproducible", reproducible, whole, "be a whole number, zero or more")
         chosen = _chosen(method, max_grad_norm)
         rows, owned = _owned(data, users, sample, rows_per_user, cap)
         loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
