@@ -164,6 +164,13 @@ def test_account_prices_other_samplings():
             "--epochs",
         ),
         (
+            [
+                *["account", "--sampling", "truncated", "--max-batch", "7", "--examples", "9000000000000"],
+                *["--sample-rate", "0.1", "--steps", "10", "--epsilon", "1"],
+            ],
+            "--examples=9000000000000 must be at most",
+        ),
+        (
             ["account", "--sampling", "truncated", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1"],
             "--max-batch",
         ),

@@ -76,9 +76,18 @@ def test_a_column_of_several_kinds_does_not_divide_a_person():
     texts = (["3", " 3", "3.0"], [b"3", "3", "3 "], np.array(["3", "3.0", "3 "]), [Decimal("3.0"), 3, "3"])
     for ids in ([3, 3.0, "3"], np.array([3, 3.0, np.float32(3)], dtype=object), [[3], [3.0], ["3", None]], *texts):
         assert ownership(ids, 3).users == 1
+    for ids in (["Zo\u00eb", "Zoe\u0308"], np.array(["Zo\u00eb", "Zoe\u0308"]), [["Zo\u00eb"], ["Zoe\u0308"]]):
+        assert ownership(ids, 2).users == 1
 
 
-@pytest.mark.parametrize(("ids", "message"), [([object(), 1], "an id is a object"), (np.array(3), "users=ndarray")])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([object(), 1], "an id is a object"),
+        (np.array(3), "users=ndarray"),
+        (["ann", ["ann", "bob"]], "row 1 has a list of owners, where row 0 has one id"),
+    ],
+)
 def test_ids_that_name_nobody(ids, message):
     with pytest.raises(ValueError, match=message):
         ownership(ids, 2)

@@ -275,6 +275,7 @@ class Drawing:
 
     def check(self) -> None:
         from vestige import accounting, checks
+        from vestige.priced_questions import require_countable
 
         checks.check_rate(self.sample_rate)
         checks.check_steps(self.steps)
@@ -288,6 +289,7 @@ class Drawing:
                 if value is None:
                     raise ValueError(f"{name}=None: truncated sampling is priced from {flag}")
                 checks.check_steps(value, name)
+                require_countable(name, value)
             elif value is not None:
                 raise ValueError(f"{name}={value} belongs to --sampling truncated")
         if self.by_group and self.users is not None and self.users.cap is not None:

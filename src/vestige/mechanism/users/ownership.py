@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
+from unicodedata import normalize
 from zlib import crc32
 
 import numpy as np
@@ -190,6 +191,10 @@ def ownership(ids: Ids, population: int) -> Ownership:
         raise ValueError(f"users: {len(ids)} ids for {population} rows; give one for each row")
     if population and isinstance(ids[0], list | tuple | set | frozenset):
         return _several(ids, population)
+    if isinstance(ids, list | tuple):
+        listed = next((row for row, each in enumerate(ids) if isinstance(each, list | tuple | set | frozenset)), None)
+        if listed is not None:
+            raise ValueError(f"users: row {listed} has a list of owners, where row 0 has one id; give lists for all")
     values = np.asarray(ids)
     if values.dtype.kind in "US" and not isinstance(ids, np.ndarray) and len({type(each) for each in ids}) > 1:
         values = np.asarray(ids, dtype=object)
@@ -224,13 +229,13 @@ def _absent(value: object) -> bool:
 
 
 def _name(value: Any) -> str:
-    """An id as a text: 3, 3.0, "3", "3.0" and " 3" are one user, since a column of several kinds would divide a person
-    into two, whose rows would be clipped apart."""
+    """An id as a text: 3, 3.0, "3", "3.0" and " 3" are one user, and so are composed and decomposed letters, since a
+    column of several kinds would divide a person into two, whose rows would be clipped apart."""
     if repr(value) == object.__repr__(value) and str(value) == repr(value):  # where it lies in memory
         raise ValueError(
             f"users: an id is a {type(value).__name__}, and two of them cannot be compared; give numbers or texts"
         )
-    text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
+    text = normalize("NFC", value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
     whole = isinstance(value, float | np.floating) and float(value).is_integer()
     if whole or (text.endswith(".0") and text[:-2].removeprefix("-").isdecimal()):
         return str(int(value)) if whole else text[:-2]
