@@ -15,6 +15,8 @@ from vestige.lazy_scipy import minimize_scalar
 
 FOLDED = 1e-18
 """Tilted mass that may lie outside the window of a composed distribution; what it is worth is added to delta."""
+MACHINE = 2.0**-52
+"""What one operation of complex numbers may be wrong by, relative to its result, is a few of these."""
 ROUNDING = 2.0**-48
 """What a fast Fourier transform may be wrong by, relative to its 2-norm: more than what is proved for such lengths."""
 LONGEST = 1 << 23
@@ -136,14 +138,39 @@ class Composed:
         """The composed tilted masses in the window, and what each may be wrong by."""
         length = next_fast_len(last - first + 1, real=True)
         spectrum: object = 1.0
-        wrong = 0.0
+        sizes, norms, counts = [], [], []
         for part, count in self._parts:
             tilted = part.tilted(self._tilt, self._step)
             circle = np.bincount((part.lowest + np.arange(len(tilted))) % length, tilted, length)
-            spectrum = spectrum * rfft(circle) ** count
-            wrong += count * ROUNDING * float(np.linalg.norm(circle))
+            each, norm = rfft(circle), float(np.linalg.norm(circle))
+            spectrum = spectrum * each**count
+            sizes.append(np.abs(each) + ROUNDING * sqrt(length) * norm)
+            norms.append(norm)
+            counts.append(count)
         masses = np.roll(irfft(spectrum, length), -(first % length))[: last - first + 1]
-        return np.maximum(masses, 0.0), wrong + ROUNDING + 2 * FOLDED
+        return np.maximum(masses, 0.0), _rounding(sizes, norms, counts, length) + 2 * FOLDED
+
+
+def _rounding(sizes: Sequence[Array], norms: Sequence[float], counts: Sequence[int], length: int) -> float:
+    """What each composed mass may be wrong by: of parts with spectra of at most these sizes, and masses of these norms.
+
+    A transform is wrong by `ROUNDING` in the 2-norm. A mass is a mean over the spectrum: of the spectra's errors it
+    gets no more than their 2-norm times that of the powers that multiply them (Cauchy and Schwarz), which are small
+    where losses are spread over many steps.
+    """
+    powers = np.prod([size**count for size, count in zip(sizes, counts, strict=True)], axis=0)
+    wrong = ROUNDING * sqrt(_mean(powers**2, length))  # of the way back
+    # Of the powers themselves: their logarithms are multiplied, -x log x <= sqrt(x), and angles are at most pi.
+    wrong += 8 * MACHINE * (_mean(np.sqrt(powers), length) + 4 * sum(counts) * _mean(powers, length))
+    for size, norm, count in zip(sizes, norms, counts, strict=True):
+        others = np.divide(powers, size, out=np.zeros_like(powers), where=size > 0)
+        wrong += count * ROUNDING * norm * sqrt(_mean(others**2, length))
+    return wrong
+
+
+def _mean(spectrum: Array, length: int) -> float:
+    """Over the whole spectrum, of which this is a half; not less than it is."""
+    return (2 * float(spectrum.sum()) - float(spectrum[0])) / length
 
 
 def _from_the_end(values: Array) -> Array:
