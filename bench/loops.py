@@ -242,7 +242,7 @@ def set_up(device: str) -> Iterator[list[float]]:
     from vestige.privacy_engine import captured_passes
 
     spent, nested = [0.0], [0]
-    places = [(captured_passes.CapturedPasses, "_captured"), (cuda_graphs.Captured, "_capture")]
+    places = [(captured_passes.CapturedPasses, "_capture"), (cuda_graphs.Captured, "_capture")]
     before = [(place, key, getattr(place, key)) for place, key in places]
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from engine_checks import clipped, one_at_a_time
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example import parameter_functions, uses
+from vestige.engines.example_axis import linear_operators
+from vestige.engines.per_example.gradient_forms import Dense
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
@@ -74,27 +75,20 @@ def positional(name: str, examples: int):
 
 @contextmanager
 def nothing_replayed() -> Iterator[None]:
-    """Fails where a use is differentiated, or an expression pulled back, one example at a time."""
+    """Fails where an operator is applied to each example's part of a sum by itself, which had to be materialised."""
     found: list[str] = []
-    settle, by_vjp = uses._settle, parameter_functions.by_vjp
+    by_vmap = linear_operators._one_by_one
 
-    def settled(function, leaves, *rest):
-        names = [leaf.names for leaf in leaves if isinstance(leaf, uses.Expression)]
-        found.append(f"{function.__name__} of {names}")
-        return settle(function, leaves, *rest)
+    def noted(call):
+        if not isinstance(call.parts, Dense):
+            found.append(f"{call.op.name} of {type(call.parts).__name__}")
+        return by_vmap(call)
 
-    def pulled(of, function):
-        def back(gradient):
-            found.append(f"a function of {[each.names for each in of]}")
-            return by_vjp(of, function)(gradient)
-
-        return back
-
-    uses._settle, parameter_functions.by_vjp = settled, pulled
+    linear_operators._one_by_one = noted
     try:
         yield
     finally:
-        uses._settle, parameter_functions.by_vjp = settle, by_vjp
+        linear_operators._one_by_one = by_vmap
     assert not found, found
 
 

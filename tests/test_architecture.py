@@ -28,8 +28,9 @@ ABOVE: dict[str, str] = {
     "mechanism.losses": "mechanism",
     "mechanism": "randomness mechanism.losses processes",
     "mechanism.users": "randomness mechanism",
-    "engines.example_axis": "",
-    "engines.per_example": "mechanism engines.example_axis",
+    "engines.per_example": "",
+    # Labels follow what is made of examples, and of a sum over them each one's part.
+    "engines.example_axis": "engines.per_example",
     "engines": "processes mechanism mechanism.losses engines.per_example engines.example_axis",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",

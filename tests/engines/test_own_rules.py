@@ -16,8 +16,8 @@ from engine_checks import square
 from loops import private, same_step
 from other_models import exact
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.example_axis.composite_layers import REGISTERED
 from vestige.engines.parity import compare_engines
-from vestige.engines.per_example.composite_layers import REGISTERED
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
@@ -59,11 +59,28 @@ def test_the_rule_of_the_page_is_exact_in_the_engine_and_in_a_loop(page):
     assert compare_engines(around(page.Gain(4)), square, batch()).agrees
 
 
-def test_without_a_rule_such_a_module_is_left_to_the_reference_engine(page):
+def test_a_function_of_torchs_operators_needs_no_rule(page):
     REGISTERED.clear()
+    exact(around(page.Gain(4)), batch(), square)
+
+
+@torch.library.custom_op("vestige_tests::own", mutates_args=())
+def own(x: Tensor, scale: Tensor) -> Tensor:
+    return x.exp() * scale
+
+
+own.register_autograd(
+    lambda ctx, signal: (signal * ctx.x.exp() * ctx.scale, (signal * ctx.x.exp()).sum(dim=0)),
+    setup_context=lambda ctx, inputs, output: vars(ctx).update(x=inputs[0], scale=inputs[1]),
+)
+
+
+def test_without_a_rule_a_kernel_is_left_to_the_reference_engine(page, monkeypatch):
+    REGISTERED.clear()
+    monkeypatch.setattr(page.Gain, "forward", lambda self, x: own(x, self.scale))
     model = around(page.Gain(4))
     layout = Layout.of(model)
-    with pytest.warns(UserWarning, match="such steps are left to the reference engine"):
+    with pytest.warns(UserWarning, match="own.*without a rule.*such steps are left to the reference engine"):
         BookKeeping(model, square, layout)(batch(), layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
 
 

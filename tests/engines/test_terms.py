@@ -15,8 +15,8 @@ import engine_checks
 from engine_checks import PerGroup, alternating, clipped, close, one_at_a_time, square, targets
 from vestige.engines import bookkeeping
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example import rules
-from vestige.engines.per_example.gradient_forms import Dense, Patches
+from vestige.engines.example_axis.sums import patches
+from vestige.engines.per_example.gradient_forms import Dense, Geometry, Patches
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
@@ -190,11 +190,11 @@ def test_the_reference_takes_the_same_vector(name, transform):
 
 def test_a_convolution_keeps_its_views_apart_where_gradients_would_be_large():
     image, signal = torch.randn(6, 24, 3, 3), torch.randn(6, 32, 1, 1)
-    geometry = rules.Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1)
-    found = rules.patches(image, signal, geometry, 2)
+    geometry = Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1)
+    found = patches(image, signal, geometry, 2)
     assert isinstance(found, Patches)
     assert found.rows == 3
-    assert isinstance(rules.patches(*(part.repeat(40, 1, 1, 1) for part in (image, signal)), geometry, 2), Dense)
+    assert isinstance(patches(*(part.repeat(40, 1, 1, 1) for part in (image, signal)), geometry, 2), Dense)
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"groups": 4, "dilation": 2, "padding": 2}])
@@ -205,7 +205,7 @@ def test_views_of_a_convolution_by_every_way(rank, options):
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](8, 12, 2, **options).double()
     image = torch.randn(6, 8, *[5] * rank).double()
     signal = torch.randn_like(layer(image))
-    geometry = rules.Geometry(layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+    geometry = Geometry(layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
     alone = Patches(image, signal, geometry)
     views = Patches(image.unflatten(0, (2, 3)), signal.unflatten(0, (2, 3)), geometry)
     want = alone.dense().unflatten(0, (2, 3)).sum(dim=1)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import vestige
 from loops import LOSS, flat, moved, oracle, plain, private, same_step
 from vestige.engines.example_axis.labels import Tracker
-from vestige.engines.per_example.taps import require_unwritten
+from vestige.engines.example_axis.tracked_model import require_unwritten
 
 
 class Tokens(nn.Module):

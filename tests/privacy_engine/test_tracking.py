@@ -7,6 +7,7 @@ import gc
 import linecache
 import re
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -721,6 +723,26 @@ def test_a_loop_that_is_collected_in_another_thread_ends_where_the_next_begins()
     optimizer.step()
     assert not followed()
     assert torch.autograd.is_multithreading_enabled()
+
+
+def test_a_loop_that_is_collected_while_a_mode_is_put_on_ends_where_the_next_begins():
+    class Collecting(TorchDispatchMode):
+        """A garbage collection runs where torch has noted the state before the mode, but not yet put it on a stack."""
+
+        def __enter__(self):
+            pushing = torch.utils._python_dispatch._push_mode
+            with mock.patch("torch.utils._python_dispatch._push_mode", lambda mode: (gc.collect(), pushing(mode))):
+                return super().__enter__()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    loop, mode = broken_off(), Collecting()
+    with mode:
+        del loop
+        with mode:
+            assert torch.ones(2).sum() == 2
+    test_a_loop_that_broke_off_is_not_followed_once_it_is_gone()
 
 
 def test_a_closed_engine_follows_nothing():

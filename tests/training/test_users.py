@@ -13,8 +13,8 @@ import vestige
 from captured_on_cpu import captured_on_cpu
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
+from vestige.engines.example_axis.labels import NotApart
 from vestige.engines.per_example.sums_of_users import RowCounts
-from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.users.ownership import RowsOfEach, ownership
@@ -237,7 +237,7 @@ def test_captured_steps_are_of_the_size_of_their_users(even, monkeypatch):
 @pytest.mark.parametrize("known", [True, False])
 def test_users_of_unequal_numbers_are_summed_as_the_reference_sums_them(known, monkeypatch, recwarn):
     def unknown(engine, term):
-        raise UnsupportedUse("no rule is known")
+        raise NotApart("no rule is known", unknown=True)
 
     if not known:
         monkeypatch.setattr(BookKeeping, "gradients_of", unknown)

@@ -24,13 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
+from vestige.engines.example_axis.tracked_model import Proved, eagerly, gradients
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
+from vestige.engines.per_example.execution import full_precision
 from vestige.engines.per_example.gradient_forms import Gradient, change
-from vestige.engines.per_example.parameter_expressions import full_precision
 from vestige.engines.per_example.sums_of_users import RowsOfUsers, UserRows, summable
-from vestige.engines.per_example.taps import Proved, eagerly, gradients
-from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
@@ -84,8 +83,8 @@ class BookKeeping:
         with eagerly():
             try:
                 found = gradients([self.gradients_of(term) for term in terms], batch[0])
-            except (NotApart, UnsupportedUse) as problem:
-                if isinstance(problem, NotApart) and not (problem.unknown or self._settled):
+            except NotApart as problem:
+                if not (problem.unknown or self._settled):
                     raise RowsNotApart(
                         f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can "
                         "be bounded: compute it of each example by itself"

@@ -26,10 +26,10 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.example_axis.labels import NotApart, Tracker, unseen
+from vestige.engines.example_axis.labels import NotApart, Tracker
+from vestige.engines.example_axis.tracked_model import gradients
+from vestige.engines.per_example.execution import unseen
 from vestige.engines.per_example.sums_of_users import RowCounts
-from vestige.engines.per_example.taps import gradients
-from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
@@ -107,7 +107,7 @@ def mask_is_full(full: bool) -> Iterator[None]:
 @contextmanager
 def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
     """As a pass is followed that is to be captured."""
-    tracker.answer, tracker.captured = full, True
+    tracker.answer, tracker.captured, tracker.kept_elsewhere = full, True, False
     try:
         with mask_is_full(full):
             yield
@@ -338,7 +338,7 @@ class Captured:
             self._graphs[key] = known
             self._capture(known, ahead(expected) if first else [best], mean, clip, into, full)
             return known[min(size for size in known if size >= min(rows, best))]
-        except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
+        except (NotApart, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
             self._captures = False

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
-from vestige.engines.per_example.taps import require_unwritten
+from vestige.engines.example_axis.tracked_model import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform, usable_norms, weights
 

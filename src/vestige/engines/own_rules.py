@@ -1,8 +1,9 @@
 """How does a user's module get a rule? By a function that computes each example's gradients of its parameters.
 
-Hardly any module needs one: whatever it computes with torch's functions is watched. It is for what torch cannot see
-into, such as an autograd.Function, and for what a person knows a shorter way to. A rule is never taken at its word: at
-its first use in a module it is held against autograd, example by example, and one that says something else is refused.
+Hardly any module needs one: whatever it computes with torch's operators, forward and back, is followed. It is for
+what cannot be seen into, such as a kernel, and for what a person knows a shorter way to. A rule is never taken at its
+word: at its first use in a module it is held against autograd, example by example, and one that says something else is
+refused.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from vestige.engines.example_axis.labels import unseen
-from vestige.engines.per_example.composite_layers import REGISTERED
+from vestige.engines.example_axis.composite_layers import REGISTERED
+from vestige.engines.example_axis.labels import Rows, SumCell, Summed, Tracker
+from vestige.engines.example_axis.sums import by_example, whole
+from vestige.engines.per_example.execution import unseen
 from vestige.engines.per_example.gradient_forms import Dense, wide
-from vestige.engines.per_example.parameter_expressions import Axis, Expression, Pulled, tapped
-from vestige.engines.per_example.uses import TrackedParameter
 
 TOLERANCE = 1e-3
 """How far a rule's gradient may be from autograd's, relative to its largest entry: rounding of another order."""
@@ -53,53 +55,85 @@ def register_rule(module_class: type[nn.Module], gradients: ModuleRule | None = 
 
 
 def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The module's own forward pass on plain values, its output tapped."""
-    watched = {name: p for name, p in module.named_parameters() if isinstance(p, TrackedParameter)}
+    """The module's own forward pass, whose parameters get their gradients from the rule."""
     inputs = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-    if not watched:
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    if not trained or not torch.is_grad_enabled():
         return type(module).forward(*inputs.args, **inputs.kwargs)
     called = type(module).__name__
-    values = {name: each.expression.value for name, each in watched.items()}
+    values = {name: each.detach() for name, each in trained.items()}
     with _reparametrize_module(module, dict(values)):
         output = type(module).forward(*inputs.args, **inputs.kwargs)
     if not isinstance(output, Tensor):
         raise TypeError(f"{called} has a rule, but its output is a {type(output).__name__}: a rule is for one tensor")
     given = [*inputs.args[1:], *inputs.kwargs.values()]
     places = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
+    names = list(inputs.kwargs)
 
     def again(values: Mapping[str, Tensor], filled: Sequence[Any]) -> Tensor:
         with _reparametrize_module(module, dict(values)):
-            named = dict(zip(inputs.kwargs, filled[len(filled) - len(inputs.kwargs) :], strict=True))
+            named = dict(zip(names, filled[len(filled) - len(names) :], strict=True))
             made: Tensor = type(module).forward(module, *filled[: len(filled) - len(named)], **named)
             return made
 
-    def settle(axis: Axis, saved: Sequence[Tensor], signal: Tensor) -> Pulled:
+    def gradients(saved: Sequence[Tensor], signal: Tensor) -> dict[str, Tensor]:
         filled = list(given)
         for place, tensor in zip(places, saved, strict=True):
             filled[place] = tensor
-        with _reparametrize_module(module, dict(values)), torch.no_grad():
+        with unseen(), _reparametrize_module(module, dict(values)), torch.no_grad():
             found = rule(module, filled, signal)
-        rows = {name: _given(called, name, found, each.expression, len(signal)) for name, each in watched.items()}
-        if module not in HELD:
-            _hold_against_autograd(called, rows, values, lambda given: again(given, filled), signal)
-            HELD.add(module)
-        for name, each in watched.items():
-            yield each.expression, Dense(axis.first(rows[name]).sum(dim=1))
+            rows = {name: _given(called, name, found, value, len(signal)) for name, value in values.items()}
+            if module not in HELD:
+                _hold_against_autograd(called, rows, values, lambda given: again(given, filled), signal)
+                HELD.add(module)
+        return rows
 
-    now = next(iter(watched.values())).now
-    if isinstance(inputs.args[1], Tensor):
-        now.tracker.label_like(output, inputs.args[1])  # a rule answers for what its module computes
-    axes = now.axes((output,))
-    if not axes or axes[0].place != 0:
-        raise TypeError(f"{called} has a rule, but its output has no examples on its first axis")
-    return tapped(now, called, axes, (output,), [given[place] for place in places], settle)[0]
+    saved = [given[place] for place in places]
+    return _Ruled.apply(module, called, gradients, output, len(trained), *trained.values(), *saved)
 
 
-def _given(called: str, name: str, found: Any, expression: Expression, rows: int) -> Tensor:
+class _Ruled(torch.autograd.Function):
+    """The output of a module, whose parameters get the gradients that a rule makes of those of the output."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, module: nn.Module, called: str, gradients: Any, output: Tensor, count: int, *tensors: Tensor
+    ) -> Tensor:
+        tracker = tracker_at_work()
+        if tracker is not None and tracker.labels.get(output) is None and tensors[count:]:
+            tracker.label_like(output, tensors[count])  # a rule answers for what its module computes
+        ctx.called, ctx.gradients, ctx.names = called, gradients, count
+        ctx.save_for_backward(*tensors[count:])
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, signal: Tensor) -> Any:  # type: ignore[override]
+        tracker = tracker_at_work()
+        assert tracker is not None
+        label = tracker.rows(signal)
+        if label is None or label.axis or not whole(label, signal):
+            raise TypeError(f"{ctx.called} has a rule, but its output has no examples on its first axis")
+        found = ctx.gradients([each.detach() for each in ctx.saved_tensors], signal)
+        made = [_stand_in(tracker, signal, rows, label) for rows in found.values()]
+        return None, None, None, signal, None, *made, *[None] * len(ctx.saved_tensors)
+
+
+def _stand_in(tracker: Tracker, signal: Tensor, rows: Tensor, label: Rows) -> Tensor:
+    cell = SumCell([Dense(by_example(label, rows).sum(dim=1))], label.count, label.batch)
+    return tracker.stand_in(signal, rows.shape[1:], Summed(cell))
+
+
+def tracker_at_work() -> Tracker | None:
+    """The tracker that follows what runs here."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Tracker)), None)
+
+
+def _given(called: str, name: str, found: Any, value: Tensor, rows: int) -> Tensor:
     """What a rule gives of a parameter, row by row."""
     if not isinstance(found, Mapping) or name not in found:
         raise ValueError(f"the rule for {called} gives no gradient of {name!r}")
-    gradient, shape = found[name], (rows, *expression.value.shape)
+    gradient, shape = found[name], (rows, *value.shape)
     if not isinstance(gradient, Tensor) or tuple(gradient.shape) != shape:
         got = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
         raise ValueError(f"the rule for {called} gives {got} of {name!r}, where {shape} is asked for")

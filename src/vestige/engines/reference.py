@@ -19,9 +19,9 @@ from torch.func import functional_call, grad, vmap
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
+from vestige.engines.example_axis.operator_calls import quietly
+from vestige.engines.example_axis.tracked_model import require_unwritten
 from vestige.engines.module_snapshot import left_as_found
-from vestige.engines.per_example.parameter_expressions import quietly
-from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses

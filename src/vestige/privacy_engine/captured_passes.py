@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
@@ -49,13 +49,12 @@ from vestige.engines.cuda_graphs import (
     precision,
     restore_device_draws,
 )
-from vestige.engines.example_axis.labels import NotApart, Rows, unseen, without_modes
+from vestige.engines.example_axis.labels import NotApart, Rows, without_modes
+from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
+from vestige.engines.per_example.execution import full_precision, unseen
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
-from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
-from vestige.engines.per_example.taps import Taps, require_unwritten
-from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
@@ -195,7 +194,7 @@ class CapturedPasses:
     sizes: Sequence[int]
     """Of batches, largest first; none if nothing is to be captured."""
     tracking: Tracking
-    taps: Taps
+    model: TrackedModel
     total: Callable[[], Tensor]
     """Where passes leave their clipped sums, each until the next."""
     users: RowCounts | None = None
@@ -209,8 +208,6 @@ class CapturedPasses:
     _refused: set[Hashable] = field(default_factory=set)
     """Forms of calls that could not be captured."""
     _ran: bool = False
-    promoting: bool = True
-    """Whether public tensors with as many rows as there are examples are taken for rows, until that fails."""
 
     def __post_init__(self) -> None:
         certain = ignored_for_certain(self.module)
@@ -241,11 +238,8 @@ class CapturedPasses:
             return None
         try:
             return self._begin(asked, modules, size)
-        except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
+        except (NotApart, NotCapturable, RuntimeError) as problem:
             give_back(device)
-            if self.promoting and self.tracking.tracker.promoted:
-                self.promoting = False
-                return self.begin(forward, call, label, modules)
             self._refused.add(kinds)
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
@@ -401,7 +395,7 @@ class CapturedForm:
         self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
-        self._live: tuple[Pass, list[tuple[Tensor | GradientEdge | None, torch.dtype]], Uses] | None = None
+        self._live: tuple[list[tuple[Tensor | GradientEdge | None, torch.dtype]], Uses] | None = None
 
     def fits(self, rows: int, lengths: Lengths) -> bool:
         return any(graphs.rows >= rows for graphs in self._graphs) and all(
@@ -508,48 +502,44 @@ class CapturedForm:
         for place in self._rows:
             tracking.tracker.label_rows(leaves[place], rows, self._batch)
 
-        def deliver(found: Mapping[str, Gradient]) -> None:
-            for name, gradient in found.items():
-                uses.setdefault(name, []).append(gradient)
+        def deliver(name: str, found: Sequence[Gradient]) -> None:
+            uses.setdefault(name, []).extend(found)
 
         args, kwargs = tree_unflatten(leaves, self._tree)
-        with (
-            as_captured(tracking.tracker, self._full),
-            tracking.model(rows, self._batch, self.owner.promoting, fresh=True) as tracker,
-        ):
-            now = Pass(rows, self._point, tracker, deliver)
-            with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device):
+        with as_captured(tracking.tracker, self._full), tracking.model(fresh=True) as tracker:
+            tracked = self.owner.model.tracked(tracker, self._point, deliver)
+            with tracked, torch.enable_grad(), _without_cache(self.device):
                 outputs = self._forward(*args, **kwargs)
-            require_unwritten(self.owner.module, tracker, now.environment)
+            require_unwritten(self.owner.module, tracker, self._point)
+            if tracker.kept_elsewhere:
+                raise NotCapturable("activations are kept elsewhere")
             found, tree = tree_flatten(outputs)
-            kept = self._kept(found, now)
+            kept = self._kept(found, rows)
         held = [found[place] for place, leaf in enumerate(kept) if isinstance(leaf, Ending)]
         most = len(self._places)
         self.ends = self.ends or [each.new_zeros(most, *each.shape[1:]) for each in held]
         for end, output in zip(self.ends, held, strict=True):
             end[:rows].copy_(output.detach())
-        if now.kept_elsewhere:
-            raise NotCapturable("activations are kept elsewhere")
         edges = [_edge(output) if output.requires_grad else None for output in held]
-        self._live = now, list(zip(edges, (output.dtype for output in held), strict=True)), uses
+        self._live = list(zip(edges, (output.dtype for output in held), strict=True)), uses
         return kept, tree
 
-    def _kept(self, found: Sequence[Any], now: Pass) -> list[Any]:
+    def _kept(self, found: Sequence[Any], rows: int) -> list[Any]:
         """What a replay gives of the outputs. Raises `NotCapturable` if one is a tensor without rows: padding would be
         a part of it."""
         kept: list[Any] = []
-        buffers = 0
+        tracker, buffers = self.owner.tracking.tracker, 0
         for leaf in found:
             if not isinstance(leaf, Tensor):
                 kept.append(leaf if isinstance(leaf, PLAIN) else NotReturned())
                 continue
-            label = now.tracker.labels.get(leaf)
-            first = isinstance(label, Rows) and label[:2] == (0, 1) and label.first == 0 and len(leaf) == now.examples
-            if isinstance(leaf, TrackedParameter) or not first or not leaf.is_floating_point():
+            label = tracker.labels.get(leaf)
+            first = isinstance(label, Rows) and label[:2] == (0, 1) and label.first == 0 and len(leaf) == rows
+            if not first or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)
             along = next((name for name, own in self.to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
-            kept.append(Ending(buffers, label, now.tracker.scalar(leaf), along))
+            kept.append(Ending(buffers, label, tracker.scalar(leaf), along))
             buffers += 1
         if not buffers:
             raise NotCapturable("no output of the model has a row for each example")
@@ -557,7 +547,8 @@ class CapturedForm:
 
     def _run_backward(self, rows: int) -> Uses:
         assert self._live is not None
-        now, held, uses = self._live
+        held, uses = self._live
+        tracker = self.owner.tracking.tracker
         padding = self._places[:rows] >= self._count
         outputs: list[Any] = []
         back: list[Tensor] = []
@@ -567,18 +558,19 @@ class CapturedForm:
             if edge is not None:
                 outputs.append(edge)
                 back.append(signal)
-                now.tracker.label_rows(signal, rows, self._batch)
-        recomputing = self.owner.taps.watching(now) if now.recomputes else nullcontext()
-        with self.owner.tracking.model(rows, self._batch, self.owner.promoting, fresh=True), recomputing:
+                tracker.label_rows(signal, rows, self._batch)
+        with self.owner.tracking.model(fresh=True), self.owner.model.installed({}):
+            tracker.spans.append(EVERYWHERE)
             torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
-            now.settle()
+            tracker.spans.clear()
+        self.owner.tracking.labels.prune()  # what is known of sums is large, and would lie beside the next capture's
         return uses
 
     def _run_clip(self, rows: int) -> None:
         assert self._live is not None
         self.total.zero_()
         with torch.no_grad(), full_precision(self.total):
-            gradients = {name: combine(parts) for name, parts in self._live[2].items()}
+            gradients = {name: combine(parts) for name, parts in self._live[1].items()}
         clip, layout, users = self.owner.clip, self.owner.layout, self.owner.users
         if users is None:
             add_weighted(gradients, clip, layout, self.total, rows, self._places[:rows] < self._count)

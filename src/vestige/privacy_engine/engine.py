@@ -34,9 +34,9 @@ from vestige.checks import (
 from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import sizes_of
+from vestige.engines.example_axis.tracked_model import floating
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.sums_of_users import RowCounts
-from vestige.engines.per_example.taps import floating
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of, reads_lists, reads_together

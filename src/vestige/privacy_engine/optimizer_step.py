@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
-from vestige.engines.example_axis.labels import unseen
+from vestige.engines.per_example.execution import unseen
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
@@ -284,9 +284,10 @@ class PrivateSteps(HoldsKey):
                 self.passes.discard()
                 raise ValueError(
                     f"parameter {name!r} has a gradient that did not come through a call of the private model: from a "
-                    "part of it that was called by itself, from a pass in eval mode, or from a penalty on its weights. "
-                    "Call the model itself in training mode, and give penalties on weights to the optimizer "
-                    "(weight_decay); clear what is not meant for this step with zero_grad()"
+                    "part of it that was called by itself, from a pass in eval mode, from a penalty on its weights, or "
+                    "from activations that are checkpointed with use_reentrant=True. Call the model itself in training "
+                    "mode, give penalties on weights to the optimizer (weight_decay), and checkpoint with "
+                    "use_reentrant=False; clear what is not meant for this step with zero_grad()"
                 )
             hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooked and not self._told_of_hooks and self.passes.sharded is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 Back = Callable[[Sequence[Tensor]], None]
 Factor = int | Tensor
+Relabel = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Reached = Callable[[Sequence[Tensor]], Back | None]
 
 
@@ -19,12 +20,14 @@ class End(torch.autograd.Function):
     What comes back to a row is multiplied by the number of rows where the loss is a mean: that is the gradient of the
     row's own loss. Where a user is an example, it is divided by the number of the user's rows, too: `factors` has a
     number for each output, or a tensor of its rows. `reached` checks what came back, and says what goes on with it if
-    that is not this graph.
+    that is not this graph; `relabel` says whose rows those are.
     """
 
     @staticmethod
-    def forward(ctx: Any, reached: Reached, anchor: Tensor, factors: Sequence[Factor], *outputs: Tensor) -> Any:
-        ctx.reached, ctx.factors = reached, factors
+    def forward(  # type: ignore[override]
+        ctx: Any, reached: Reached, relabel: Relabel, anchor: Tensor, factors: Sequence[Factor], *outputs: Tensor
+    ) -> Any:
+        ctx.reached, ctx.relabel, ctx.factors = reached, relabel, factors
         ctx.types = [output.dtype for output in outputs]
         return tuple(output.detach().float() for output in outputs)
 
@@ -35,10 +38,11 @@ class End(torch.autograd.Function):
         for signal, factor, dtype in zip(signals, ctx.factors, ctx.types, strict=True):
             whole = signal if isinstance(factor, int) and factor == 1 else signal * factor
             back.append(whole.to(dtype))
+        back = ctx.relabel(back)
         if goes_on is None:
-            return (None, None, None, *back)
+            return (None, None, None, None, *back)
         goes_on(back)
-        return (None, None, None, *[None] * len(back))
+        return (None, None, None, None, *[None] * len(back))
 
 
 class NotPerExample(torch.autograd.Function):

@@ -1,8 +1,9 @@
 """What do the user's own forward and backward passes leave? Every example's gradient, in factored form.
 
-For the length of the user's forward pass the model's trainable parameters are watched, so that `loss.backward()`
-computes the gradients of activations only. What cannot be proved to keep examples apart, or is about examples that did
-not come through the private loader, is refused before anything is released.
+For the length of the user's forward pass the model has stand-ins for its trainable parameters, so that
+`loss.backward()` computes the gradients of activations, and of parameters each example's part. What cannot be proved to
+keep examples apart, or is about examples that did not come through the private loader, is refused before anything is
+released.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, ReadNumber
-from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, unseen, without_modes
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, without_modes
+from vestige.engines.example_axis.tracked_model import ANCHOR, TrackedModel, require_unwritten
 from vestige.engines.independence import require_independent
+from vestige.engines.per_example.execution import unseen
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
-from vestige.engines.per_example.parameter_expressions import ANCHOR, Pass
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
-from vestige.engines.per_example.taps import Taps, require_unwritten
-from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.captured_passes import CapturedPasses, Replay
@@ -85,14 +85,14 @@ class Tasks(dict[int, Uses | None]):
 class Open:
     """A forward pass of the user's."""
 
-    now: Pass
+    examples: int
     shapes: Shapes
     """Of what the model was called with, but for the rows."""
+    span: tuple[int, int] = (0, 0)
+    """The numbers of the nodes of autograd's graph that it has made."""
     stack: ExitStack = field(default_factory=ExitStack)
     tasks: Tasks = field(default_factory=Tasks)
     replay: Replay | None = None
-    expected: tuple[int, int] | None = None
-    """What public tensors were promoted to rows by, in the forward pass."""
 
 
 class PrivateCall(CallInterceptor):
@@ -154,8 +154,8 @@ class Passes:
         self.module, self.layout, self.sharded = module, layout, sharded
         self._vector: Tensor | None = None
         self.tracking = Tracking(self, tokens)
-        self._taps = Taps(module, layout)
-        self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._taps, self.vector, users)
+        self._model = TrackedModel(module, layout)
+        self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._model, self.vector, users)
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
         self.total: RunningSum | ShardedSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
@@ -369,7 +369,7 @@ class Passes:
             raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, with parameters watched and every operator followed."""
+        """The module's forward pass, with every operator followed."""
         modules = modules_of(self.module)
         self.note_writes()
         self._require_usable(modules)
@@ -378,21 +378,12 @@ class Passes:
         replay = self._captured.begin(forward, call, label, modules)
         if replay is not None:
             return self._replayed(replay, call, label)
-        draws = torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        for promoting in (True, False):
-            try:
-                return self._pass(forward, call, label, promoting)
-            except (NotApart, UnsupportedUse, TypeError) as problem:
-                if not (promoting and self.tracking.tracker.promoted):
-                    if isinstance(problem, TypeError):
-                        raise
-                    way = ALONE if isinstance(problem, NotApart) and not problem.unknown else ONE_BY_ONE
-                    way += LABELS if "labels" in call.names.values() else ""
-                    raise ValueError(f"the model cannot be made private in this loop: {problem}. {way}") from None
-                torch.set_rng_state(draws[0])
-                if draws[1] is not None:
-                    torch.cuda.set_rng_state(draws[1], self.device)
-        raise AssertionError("without promotions nothing is tried again")
+        try:
+            return self._pass(forward, call, label)
+        except NotApart as problem:
+            way = ONE_BY_ONE if problem.unknown else ALONE
+            way += LABELS if "labels" in call.names.values() else ""
+            raise ValueError(f"the model cannot be made private in this loop: {problem}. {way}") from None
 
     def _require_usable(self, modules: Sequence[nn.Module]) -> None:
         require_no_accumulation()
@@ -465,20 +456,21 @@ class Passes:
             raise ValueError("none of the arguments of the private model is a tensor with a row for each example")
         return found
 
-    def _pass(self, forward: Callable[..., Any], call: Call, label: Rows, promoting: bool) -> Any:
+    def _pass(self, forward: Callable[..., Any], call: Call, label: Rows) -> Any:
         rows, args, tasks = label.count, call.with_leaves(call.leaves), Tasks()
-        with self.tracking.model(rows, label.batch, promoting) as tracker:
-            now = Pass(rows, self.point(), tracker, partial(self._deliver, weakref.ref(tasks)))
-            opened = Open(now, self._shapes(call), tasks=tasks, expected=tracker.expected)
-            with self._taps.watching(now):
+        with self.tracking.model() as tracker:
+            point, deliver = self.point(), partial(self._deliver, weakref.ref(tasks))
+            first = torch._C._autograd._get_sequence_nr()
+            with self._model.tracked(tracker, point, deliver):
                 outputs = forward(*args[0], **args[1])
-            require_unwritten(self.module, tracker, now.environment)
-            return self._ended(opened, outputs)
+            span = first, torch._C._autograd._get_sequence_nr()
+            found = self._ended(Open(rows, self._shapes(call), span, tasks=tasks), outputs)
+            require_unwritten(self.module, tracker, point)
+            return found
 
     def _replayed(self, replay: Replay, call: Call, label: Rows) -> Any:
         """The outputs of a captured pass, as `_ended` gives them of others."""
-        now = Pass(label.count, {}, self.tracking.tracker, lambda uses: None)
-        opened = Open(now, self._shapes(call), replay=replay)
+        opened = Open(label.count, self._shapes(call), replay=replay)
         found, shape = replay.outputs()
         endings = replay.endings()
         labels = [ending.label._replace(count=label.count, batch=label.batch) for _, ending in endings]
@@ -494,12 +486,10 @@ class Passes:
 
     def _ended(self, opened: Open, outputs: Any) -> Any:
         """The outputs as the user gets them: what has rows leads back to them, losses are means over the examples."""
-        tracker, rows = opened.now.tracker, opened.now.examples
+        tracker, rows = self.tracking.tracker, opened.examples
         found, shape = tree_flatten(outputs)
         places, labels = [], []
         for place, leaf in enumerate(found):
-            if isinstance(leaf, TrackedParameter):
-                leaf = found[place] = leaf.expression.value
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
             label = tracker.labels.get(leaf)
@@ -525,14 +515,15 @@ class Passes:
         labels: Sequence[Rows],
         reductions: Sequence[str | None],
     ) -> list[Any]:
-        rows, part = opened.now.examples, self.parts.take(opened.now.examples)
+        rows, part = opened.examples, self.parts.take(opened.examples)
         reached = partial(self._reached, opened, part, labels)
         factor = rows if self._said == "mean" else 1
         factors: list[Factor] = [factor] * len(places)
         if part is not None and part.users:
             weights = factor * self._weights(part)
             factors = [_along(weights, label, found[place]) for place, label in zip(places, labels, strict=True)]
-        ends = End.apply(reached, ANCHOR, factors, *(found[place] for place in places))
+        relabel = partial(self._relabel, labels)
+        ends = End.apply(reached, relabel, ANCHOR, factors, *(found[place] for place in places))
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
             self.tracking.labels.set(end, label)
             found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
@@ -552,7 +543,7 @@ class Passes:
         """A backward pass has come to the outputs of the model; if the pass was captured, what takes it on."""
         if part is None or not self.parts.usable(part):
             raise ValueError(
-                f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
+                f"this pass of the model is about {opened.examples} rows, but {self.parts.expected()}: train on "
                 "the batches of the loader that make_private returned, each in one step, in order and leaving none out"
             )
         for label, signal in zip(labels, signals, strict=True):
@@ -571,9 +562,9 @@ class Passes:
         task = torch._C._current_graph_task_id()
         opened.tasks[task] = {}
         tracker.strict = True  # what hooks and functions of the model's read on the way back decides for everybody
-        if opened.now.recomputes:
-            tracker.expected = opened.expected
-            opened.stack.enter_context(self._taps.watching(opened.now))
+        tracker.spans.append(opened.span)
+        if self._model.spelled:  # activations may be computed again (checkpointing)
+            opened.stack.enter_context(self._model.installed({}))
             self._recomputing.append(opened.stack)
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(self._finish, opened, part, task)
@@ -587,10 +578,18 @@ class Passes:
         with without_modes():
             opened.tasks[task] = replay.back(signals)
 
-    def _deliver(self, tasks: weakref.ref[Tasks], uses: Mapping[str, Gradient], task: int | None = None) -> None:
+    def _relabel(self, labels: Sequence[Rows], signals: Sequence[Tensor]) -> list[Tensor]:
+        """What goes back into the model belongs to its rows, also where a loss gives all rows the same."""
+        known = [self.tracking.label(signal) is not None for signal in signals]
+        own = [signal if is_known else signal.clone() for signal, is_known in zip(signals, known, strict=True)]
+        for label, signal in zip(labels, own, strict=True):
+            self.tracking.labels.set(signal, label)
+        return own
+
+    def _deliver(self, tasks: weakref.ref[Tasks], name: str, uses: Sequence[Gradient]) -> None:
         """Sorted by backward pass; one that fails leaves nothing. `tasks` are those of a pass, which they do not keep
         alive: what it saved for the backward pass goes when the user's loss does."""
-        found, task = tasks(), torch._C._current_graph_task_id() if task is None else task
+        found, task = tasks(), torch._C._current_graph_task_id()
         if found is None or task not in found:
             raise ValueError(
                 "the loss uses something from inside the private model that is not one of its outputs: return it from "
@@ -598,19 +597,14 @@ class Passes:
             )
         held = found[task]
         assert held is not None, "a captured pass delivers nothing"
-        for name, gradient in uses.items():
-            held.setdefault(name, []).append(gradient)
+        held.setdefault(name, []).extend(uses)
 
     def _finish(self, opened: Open, part: Microbatch, task: int) -> None:
-        if opened.replay is None:
-            delivers = opened.now.deliver
-            opened.now.deliver = partial(self._deliver, weakref.ref(opened.tasks), task=task)
-            opened.now.settle()
-            opened.now.deliver = delivers
         opened.stack.close()
-        self.tracking.tracker.strict, self.tracking.tracker.expected = False, None
+        self.tracking.tracker.strict = False
+        self.tracking.tracker.spans.clear()
         self._recomputing = [stack for stack in self._recomputing if stack is not opened.stack]
-        self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
+        self._finished(part, opened.examples, opened.tasks.pop(task), opened.replay)
 
 
 LABELS = ". If it is about the labels: call the model without them, and take the loss of its logits"

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Tracker, mixed
+from vestige.engines.example_axis.labels import Label, Labels, Mixed, Read, Rows, Tracker, mixed
 
 
 class Tracking:
@@ -39,7 +39,7 @@ class Tracking:
 
     def __init__(self, owner: object, tokens: int | None = None) -> None:
         weakref.finalize(owner, self._owner_lost).atexit = False
-        self.label: Callable[[Tensor], Rows | Mixed | None] = self.labels.get
+        self.label: Callable[[Tensor], Label | None] = self.labels.get
         self.tracker = Tracker(self.labels, strict=False)
         self.reads: list[Read] = self.tracker.reads
         self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
@@ -130,7 +130,8 @@ class Tracking:
     def stop(self) -> None:
         """A step begins, or the loader is left."""
         self._off()
-        self.tracker.strict, self.tracker.expected = False, None  # of a backward pass that failed
+        self.tracker.strict = False  # of a backward pass that failed
+        self.tracker.spans.clear()
         self.clean_up()
         self._forget_losses()
         self.labels.prune()
@@ -153,7 +154,12 @@ class Tracking:
         return True
 
     def _owner_lost(self) -> None:
-        if not self._off():
+        """Called by a garbage collection, perhaps while a mode is being put on or taken off: then its flags are not as
+        many as its places on the stack."""
+        modes = _get_current_dispatch_mode_stack()
+        noting = [mode for mode in modes if hasattr(mode, "old_dispatch_mode_flags")]
+        moving = any(len(mode.old_dispatch_mode_flags) != modes.count(mode) for mode in noting)
+        if moving or not self._off():
             self._over.append(self)
 
     @classmethod
@@ -168,7 +174,7 @@ class Tracking:
         self.tracker.averaged.clear()
 
     @contextmanager
-    def model(self, rows: int, batch: int, promoting: bool, fresh: bool = False) -> Iterator[Tracker]:
+    def model(self, fresh: bool = False) -> Iterator[Tracker]:
         """Inside a private model: a look at a value is refused, and its losses are taken of each example. `fresh`:
         whatever modes the loop has on are off here."""
         tracker, functions = self.tracker, self._functions
@@ -176,14 +182,14 @@ class Tracking:
             if self._on != threading.get_ident() or fresh:
                 entered.enter_context(tracker)
                 entered.enter_context(functions)
-            tracker.strict, tracker.expected, tracker.promoted = True, (rows, batch) if promoting else None, 0
+            tracker.strict = True
             tracker.scalars.clear()
             functions.inside, turn, self.labels.turn = True, self.labels.turn, tracker
             try:
                 yield tracker
             finally:
-                self.labels.turn = turn
-                functions.inside, tracker.strict, tracker.expected = False, False, None
+                self.labels.turn, self.labels.laid = turn, None
+                functions.inside = tracker.strict = False
 
 
 Modes = type[TorchDispatchMode] | type[TorchFunctionMode]

@@ -61,7 +61,7 @@ def largest_part(
 
     with tried_out(model, device):
         try:
-            run(1)  # warm-up: kernels, workspaces and the rehearsal
+            run(1)  # warm-up: kernels and workspaces
         except Exception as problem:
             line = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise ValueError(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine_checks import close, square, token_loss
 from other_models import exact
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example import parameter_functions
+from vestige.engines.per_example import gradient_maps
 from vestige.engines.per_example.gradient_forms import (
     Deferred,
     Dense,
@@ -187,7 +187,7 @@ def test_weight_norm_along_any_axis_and_a_few_examples_at_a_time(dim, monkeypatc
     model = nn.Sequential(weight_norm(nn.Conv1d(3, 4, 3), dim=dim), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
     batch = (torch.randn(5, 3, 6), torch.randn(5, 2))
     exact(model, batch, square)
-    monkeypatch.setattr(parameter_functions, "LARGEST", 80)
+    monkeypatch.setattr(gradient_maps, "LARGEST", 80)
     exact(model, batch, square)
 
 
@@ -222,7 +222,7 @@ def test_a_gradient_through_the_norms_of_a_large_frozen_weight_stays_small(monke
     width, examples = 40, 16
     model, batch = Adapted(width), (torch.randn(examples, 3, width), torch.randn(examples, 2))
     exact(model, batch, square, replayed=True)
-    monkeypatch.setattr(parameter_functions, "LARGEST", 2 * width * width)
+    monkeypatch.setattr(gradient_maps, "LARGEST", 2 * width * width)
     exact(model, batch, square, replayed=True)
     engine = BookKeeping(model, square, layout := Layout.of(model))
     parameters = layout.parameters(model)

@@ -11,7 +11,8 @@ from torch.optim import SGD
 
 from loops import flat, oracle, private
 from other_models import OTHERS, built, called, exact, nothing_replayed, positional
-from vestige.engines.per_example import kernels, parameter_expressions
+from vestige.engines.example_axis import sums
+from vestige.engines.per_example import kernels
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -72,11 +73,11 @@ def test_a_step_of_a_loop(name):
 @pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", slow("T5-small"), "ViT-B/16"])
 @pytest.mark.everyday("GPT-2 124M")
 def test_rows_that_are_laid_apart(name, monkeypatch):
-    apart, aligned = [], kernels.aligned
+    apart, laid = [], sums.laid
     monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})
     monkeypatch.setattr(kernels, "LONG", 5)
     monkeypatch.setattr(kernels, "LARGE", 1)
-    monkeypatch.setattr(parameter_expressions, "aligned", lambda signal: apart.append(aligned(signal)) or apart[-1])
+    monkeypatch.setattr(sums, "laid", lambda tracker, rows: apart.append(laid(tracker, rows)) or apart[-1])
     assert off(step_of_a_loop(built(name), name)) < 1e-5
     exact(*positional(name, 4))
     assert any(signal.shape[-1] == 97 and signal.stride(-2) == 128 for signal in apart) is (
@@ -146,5 +147,5 @@ def test_a_loss_that_balances_the_experts_over_the_batch_is_refused():
     for rows in loader:
         given = dict(zip(batch, rows, strict=True))
         outputs = called(model, given)
-        with pytest.raises(ValueError, match="combines rows of different examples"):
+        with pytest.raises(ValueError, match="no row for each example .scatter_add_ at .*mixes examples"):
             (other.loss(outputs, given) + outputs.aux_loss).backward()

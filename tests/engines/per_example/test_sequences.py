@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_checks import Out, ask, check, clips, property_test, run, silent, sizes, square, targets
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example.composite_layers import recurrent
+from vestige.engines.example_axis.composite_layers import recurrent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
@@ -256,7 +257,9 @@ class Attending(nn.Module):
         if not self.layer.batch_first:
             first = {id(part): part.transpose(0, 1) for part in triple}
             triple = tuple(first[id(part)] for part in triple)
-        output, scores = self.layer(*triple, need_weights=self.weights, **masks)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Support for mismatched")
+            output, scores = self.layer(*triple, need_weights=self.weights, **masks)
         output = output if self.layer.batch_first else output.transpose(0, 1)
         return output.flatten(1) if scores is None else torch.cat([output.flatten(1), scores.flatten(1)], dim=1)
 

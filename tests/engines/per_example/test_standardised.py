@@ -1,4 +1,4 @@
-"""Is the gradient of a standardised weight pulled back as autograd does it, by the short way where there is one?"""
+"""Is the gradient of a standardised weight what autograd makes of it, as a map of each filter where it is one?"""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vjp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_checks import silent, targets
 from other_models import nothing_replayed
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example import uses
+from vestige.engines.example_axis import tracked_model
+from vestige.engines.example_axis.labels import Labels, Tracker
+from vestige.engines.example_axis.tracked_model import EVERYWHERE
+from vestige.engines.per_example.filter_maps import FilterMap
 from vestige.engines.per_example.gradient_forms import Dense
-from vestige.engines.per_example.parameter_functions import Derived
-from vestige.engines.per_example.standardised import PulledBack, WayBack, standardised
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
+from vestige.mechanism.gradient_transforms import terms_of
+from vestige.tasks.models import StandardisedConv2d
 
 EACH = (1, 2, 3)
 
@@ -56,7 +58,7 @@ def neighbours(weight: Tensor, gain: Tensor) -> Tensor:
     return weight * weight.std(dim=EACH, keepdim=True).flip(0)
 
 
-SHORT, LONG = [centred, only_a_gain, weight_norm, by_hand], [over_all, over_inputs, neighbours]
+SHORT, LONG = [only_a_gain, weight_norm, by_hand], [centred, over_all, over_inputs, neighbours]
 
 
 class Made(nn.Module):
@@ -71,18 +73,15 @@ class Made(nn.Module):
 
 
 @pytest.mark.parametrize("make", [*SHORT, *LONG])
-def test_weights_of_every_make(make, monkeypatch):
+def test_weights_of_every_make(make):
     torch.manual_seed(31)
-    shortened: list[bool] = []
-
-    def seen(given: Derived) -> Derived:
-        made = standardised(given)
-        shortened.append(made is not given)
-        return made
-
-    monkeypatch.setattr(uses, "standardised", seen)
-    silent(Made(make), (torch.randn(4, 2, 5, 5), targets(4)), shift=True)
-    assert shortened[-1] == (make in SHORT)
+    model, batch = Made(make), (torch.randn(4, 2, 5, 5), targets(4))
+    silent(model, batch, shift=True)
+    layout = Layout.of(model)
+    terms = terms_of(None, {name: p.detach() for name, p in layout.parameters(model).items()}, batch)
+    forms = BookKeeping(model, F.cross_entropy, layout).gradients_of(terms[0])["weight"]
+    assert any(isinstance(form, FilterMap) for form in forms) or make not in SHORT
+    assert len(forms) == 1 or make not in SHORT
 
 
 def by_batch_norm(weight: Tensor, gain: Tensor) -> Tensor:
@@ -140,20 +139,6 @@ def test_a_linear_weight_and_one_used_twice():
     silent(Twice(), (torch.randn(5, 3, 4), torch.randn(5, 3, 4)))
 
 
-class Written(TorchDispatchMode):
-    """Counts operations that write as many numbers as this, or more."""
-
-    def __init__(self, numbers: int) -> None:
-        super().__init__()
-        self.numbers, self.count = numbers, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.numel() >= self.numbers and not function.is_view:
-            self.count += 1
-        return result
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 4, 2)])
 @pytest.mark.parametrize("share", [1.0, 0.1, 1e-3, 0.0])
 def test_norms_and_sums_of_what_is_pulled_back(order, share):
@@ -172,8 +157,8 @@ def test_norms_and_sums_of_what_is_pulled_back(order, share):
     spread, middle = torch.var_mean(weight, dim=EACH, keepdim=True)
     scale, apart, ones = (spread + 1e-4).rsqrt(), weight - middle, torch.ones_like(weight)
     moves = (ones / 27, -(scale**3) * apart / 26)  # of the mean and of the scale, by hand
-    way = WayBack(scale * ones, (-scale * ones, apart), moves)
-    found = PulledBack(Dense(laid), way.products(laid), way)
+    downs, ups = ([each.flatten(1) for each in some] for some in ((-scale * ones, apart), moves))
+    found = FilterMap(Dense(laid), (scale.view(8, 1),), tuple(downs), tuple(ups), 8, (8, 3, 3, 3))
     torch.testing.assert_close(found.dense().double(), want, rtol=1e-3, atol=2e-6)
     exact, unit = want.flatten(1).norm(dim=1), torch.finfo(torch.float32).eps
     norms = found.norms(unit)
@@ -207,3 +192,73 @@ def test_an_example_that_is_projected_away_stays_within_its_bound(scale, apart, 
     norms = engine(batch, layout.parameters(model), Flat(0.5e-6 * min(scale, 1e6)), into)
     assert norms.isfinite().all()
     assert 0 < into.double().norm() <= 0.5e-6 * min(scale, 1e6) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_standardised_weight_stays_one_map_of_its_filters(kernel, monkeypatch):
+    """Gradients as large as all examples' weights are read for norms and sums, and never copied or added up."""
+    torch.manual_seed(1)
+    model = nn.Sequential(StandardisedConv2d(8, 8, kernel), nn.Flatten(), nn.Linear(8 * 36, 2))
+    kinds = []
+    combine = tracked_model.combine
+    monkeypatch.setattr(
+        tracked_model, "combine", lambda uses: kinds.append([type(each) for each in uses]) or combine(uses)
+    )
+    layout = Layout.of(model)
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    engine([torch.randn(5, 8, 6, 6), targets(5, 2)], layout.parameters(model), Flat(0.1), torch.zeros(layout.size))
+    assert [FilterMap] in kinds
+    assert not any(len(each) > 1 for each in kinds)
+
+
+def test_what_is_zero_is_known_without_looking(monkeypatch):
+    """While a pass is captured nobody can look."""
+    torch.manual_seed(1)
+    model = nn.Sequential(StandardisedConv2d(3, 8, 3), Biased(), nn.Flatten(), nn.Linear(8 * 36, 2))
+    layout = Layout.of(model)
+    zero, any_of, asked, looked = Labels.zero, Tensor.any, [], []
+
+    def noted(labels, value):
+        asked.append(value)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "any", lambda tensor: looked.append(tensor) or any_of(tensor))
+            return zero(labels, value)
+
+    monkeypatch.setattr(Labels, "zero", noted)
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    engine([torch.randn(5, 3, 6, 6), targets(5, 2)], layout.parameters(model), Flat(0.1), torch.zeros(layout.size))
+    assert any(isinstance(value, Tensor) for value in asked)
+    assert not looked
+
+
+@pytest.mark.parametrize("write", ["add_", "in place", "through a view", "out"])
+def test_what_was_written_to_is_not_known_to_be_zero(write):
+    tracker = Tracker()
+    tracker.spans = [EVERYWHERE]
+    with tracker:
+        zeros = torch.zeros(4)
+        assert tracker.labels.zeros
+        if write == "add_":
+            zeros.add_(1)
+        elif write == "in place":
+            zeros[1] = 2.0
+        elif write == "through a view":
+            zeros.view(2, 2)[0].fill_(1.0)
+        else:
+            torch.ones(4, out=zeros)
+        assert not tracker.labels.zero(zeros)
+        assert tracker.labels.zero(zeros.zero_())
+        zeros[2:].fill_(0.0)
+        assert tracker.labels.zero(zeros)
+
+
+class Biased(nn.Module):
+    """A table of biases that are read by a public index, as between positions, and clamped."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, index = nn.Parameter(torch.randn(4)), torch.arange(36).reshape(6, 6) % 4
+        self.register_buffer("index", index)
+
+    def forward(self, x):
+        return x + F.pad(self.table[self.index].clamp(min=-1.0), (0, 2))[:, :6]

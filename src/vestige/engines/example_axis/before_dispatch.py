@@ -22,17 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
-from vestige.engines.example_axis.labels import (
-    NotApart,
-    Read,
-    Rows,
-    Tracker,
-    has_own_memory,
-    in_transform,
-    unseen,
-    unseen_by_functions,
-    users_line,
-)
+from vestige.engines.example_axis.labels import NotApart, Read, Rows, Tracker, has_own_memory, in_transform, users_line
+from vestige.engines.per_example import kernels
+from vestige.engines.per_example.execution import unseen, unseen_by_functions
+from vestige.engines.per_example.fused_group_norm import group_norm
 
 CLASSES = (F.cross_entropy, F.nll_loss)
 NUMBERS = (
@@ -125,7 +118,7 @@ def _has_functions(kind: Any) -> bool:
     """Whether a tensor class of somebody else's handles torch's functions in its own way."""
     own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     ordinary = getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__)
-    return own not in (ordinary, torch._C._disabled_torch_function_impl) and not getattr(kind, "followed", False)
+    return own not in (ordinary, torch._C._disabled_torch_function_impl)
 
 
 def _untransformed(tensor: Tensor) -> Tensor:
@@ -344,6 +337,39 @@ def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict
     return found
 
 
+def _set_by_mask(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One value for all entries that a mask chooses, without choosing entries by what the mask holds."""
+    into, mask, value = args
+    one = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == into.shape[: mask.dim()]
+    if not one or not isinstance(value, Tensor) or value.dim() > into.dim() - mask.dim() or in_transform(into):
+        return mode.watched(function, (), args, kwargs)
+    where = mask.reshape(*mask.shape, *[1] * (into.dim() - mask.dim()))
+    into.copy_(torch.where(where, value.to(into.dtype), into))
+    return None
+
+
+def _bilinear(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """By products of matrices, which have rules."""
+    given = dict(zip(("input1", "input2", "weight", "bias"), args, strict=False)) | kwargs
+    found = torch.einsum("...i,oij,...j->...o", given["input1"], given["weight"], given["input2"])
+    return found if given.get("bias") is None else found + given["bias"]
+
+
+def _group_norm(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As one operator, where there are kernels for it; also of an instance norm, each of whose channels is a group."""
+    names = "input num_groups weight bias eps"
+    if function is F.instance_norm:
+        names = "input running_mean running_var weight bias use_input_stats momentum eps"
+    defaults = {"weight": None, "bias": None, "eps": 1e-5, "use_input_stats": True}
+    given = defaults | dict(zip(names.split(), args, strict=False)) | kwargs
+    input = given["input"]
+    groups = given.get("num_groups", input.shape[1])
+    plain = mode.inside and not in_transform(input) and given["use_input_stats"] and given.get("running_mean") is None
+    if plain and kernels.can_fuse_group_norm(input, groups):
+        return group_norm(input, groups, given["weight"], given["bias"], given["eps"])
+    return function(*args, **kwargs)
+
+
 HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]] = {
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
@@ -351,6 +377,10 @@ HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]]
     Tensor.backward: _backward,
     torch.autograd.backward: _engine,
     torch.autograd.grad: _engine,
+    Tensor.__setitem__: _set_by_mask,
+    F.bilinear: _bilinear,
+    F.group_norm: _group_norm,
+    F.instance_norm: _group_norm,
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     torch._C._nn.pad_sequence: _pad_examples,

@@ -33,10 +33,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from vestige.engines.per_example.execution import unseen, unseen_by_functions
+
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes of a tensor; its strides and its offset in its storage, in bytes."""
-unseen_by_functions = torch._C.DisableTorchFunction
-"""Inside, sizes and storages of tensors are read without `TrackedFunctions`: its calls cost more than the reads."""
 OUTSIDE = tuple(os.path.dirname(module.__file__ or "") for module in (torch, sys.modules["vestige"]))
 """Folders whose lines are never the user's."""
 
@@ -74,7 +74,44 @@ class Mixed:
         return self
 
 
-Label = Rows | Mixed
+class SumCell:
+    """SENSITIVE: memory that a backward pass would fill with a sum over all examples of a batch: each one's part of it,
+    in factored form (`sums`). `uses` are gradients that all add up."""
+
+    __slots__ = ("batch", "count", "known", "uses")
+
+    def __init__(self, uses: Sequence[Any], count: int, batch: int) -> None:
+        self.uses, self.count, self.batch = uses, count, batch
+        self.known: dict[tuple[ViewCall, ...], Any] = {}
+        """The parts of views, until it is written to."""
+
+
+@dataclass(frozen=True, eq=False)
+class ViewCall:
+    """An operator that gives another name to some numbers of a tensor: its arguments after the tensor, which of its
+    outputs, and the shapes before and after."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    number: int | None = None
+
+    def on(self, tensor: Tensor) -> Tensor:
+        found: Any = self.func(tensor, *self.args, **self.kwargs)
+        return found if self.number is None else found[self.number]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Summed:
+    """A view of a sum over the examples. Its tensor holds no numbers."""
+
+    cell: SumCell
+    views: tuple[ViewCall, ...] = ()
+
+
+Label = Rows | Mixed | Summed
 Labelled = list[tuple[Tensor, Label]]
 """Tensors that depend on examples, with their labels."""
 
@@ -171,9 +208,11 @@ class Memory:
         """Labels of views; of those that no region describes, the only place where they are kept."""
 
     @cached_property
-    def region(self) -> Region | Pieces | Mixed | None:
+    def region(self) -> Region | Pieces | SumCell | Mixed | None:
         """What the label of the first view says of the whole storage: found when another view is asked for."""
         view, label = next(iter(self.known.items()))
+        if isinstance(label, Summed):
+            return mixed("a view", "is of a sum over the batch")
         return label.plain() if isinstance(label, Mixed) else _region(label, _in_bytes(view))
 
 
@@ -206,8 +245,9 @@ def _region(label: Rows, geometry: Geometry) -> Region | None:
     return None
 
 
-def _covers(tensor: Tensor, size: int) -> bool:
-    """Whether a tensor has every number of a storage of so many bytes, each once."""
+def covers(tensor: Tensor) -> bool:
+    """Whether a tensor has every number of its storage, each once."""
+    size = tensor.untyped_storage().nbytes()
     sizes, strides, offset = geometry_of(tensor)
     covered = tensor.element_size()
     for stride, count in sorted((s, n) for s, n in zip(strides, sizes, strict=True) if n != 1):
@@ -246,10 +286,16 @@ class Labels:
         self._memory: dict[int, Memory] = {}
         self.identity: dict[int, tuple[StorageWeakRef, int]] = {}
         """Storages that hold 0, 1, 2, ...: an index by them, entry by entry, is the identity."""
+        self.zeros: dict[int, StorageWeakRef] = {}
+        """Storages that hold nothing but zeros: while a pass is captured, they cannot be looked at."""
         self.trackers: list[Tracker] = []
         """Those that are on and share these labels: one of them applies the rules."""
         self.turn: Tracker | None = None
         """That one: the one whose model is called, or the first that meets an operator."""
+        self._sums: dict[int, Memory] = {}
+        """Of sums over the examples, whose parts are large: what is known goes with the memory."""
+        self.laid: tuple[StorageWeakRef, int, Tensor] | None = None
+        """A storage of long rows of odd width, its version, and the same rows as matrix products read them faster."""
         self.taken: set[int] | None = None
         """Storages of examples that operators were given, where somebody wants to know."""
 
@@ -287,8 +333,27 @@ class Labels:
         view = view_of(tensor)
         found = memory.known.get(view)
         if found is None:
-            found = memory.known[view] = self._derived(memory.region, _in_bytes(view))
+            region = memory.region
+            if isinstance(region, SumCell):
+                numbers = tensor.untyped_storage().nbytes() // view[3]
+                found = Summed(region, (ViewCall(AS_STRIDED, view[:3], {}, (numbers,), view[0]),))
+            else:
+                found = self._derived(region, _in_bytes(view))
+            memory.known[view] = found
         return found
+
+    def fills(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory of its own that is filled with sums, rather than stands for one."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        return memory is not None and isinstance(memory.region, SumCell)
+
+    def fill(self, tensor: Tensor, cell: SumCell) -> None:
+        """The memory of a tensor is a sum over the examples."""
+        self.no_longer_known([tensor])
+        storage, view = tensor.untyped_storage(), view_of(tensor)
+        self._memory[storage._cdata] = memory = Memory(storage, view, Summed(cell))
+        memory.region, memory.known = cell, {}
+        self._sums[storage._cdata] = memory
 
     @staticmethod
     def _derived(region: Region | Pieces | Mixed | None, geometry: Geometry) -> Label:
@@ -318,7 +383,17 @@ class Labels:
             storage, view = tensor.untyped_storage(), view_of(tensor)
             if isinstance(label, Rows) and label.axis >= len(view[0]):
                 raise IndexError(f"a rule gives examples along axis {label.axis} of a tensor of {len(view[0])} axes")
-            self._memory[storage._cdata] = Memory(storage, view, label)
+            self._memory[storage._cdata] = memory = Memory(storage, view, label)
+        if isinstance(label, Summed):
+            self._forget_sums()
+            self._sums[storage._cdata] = memory
+
+    def _forget_sums(self) -> None:
+        """What is known of sums that nobody holds any more."""
+        for key in [key for key, each in self._sums.items() if each.ref.expired()]:
+            over = self._sums.pop(key)
+            if self._memory.get(key) is over:
+                del self._memory[key]
 
     def write(self, tensor: Tensor, label: Label | None) -> None:
         """Something with this label was written to a tensor; its storage may hold more than that."""
@@ -326,7 +401,7 @@ class Labels:
             return
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
-        whole = _covers(tensor, storage.nbytes())
+        whole = covers(tensor)
         if not whole and isinstance(label, Rows) and label.axis < 0 and self.takes(tensor, label):
             held = memory.region if memory is not None else Pieces(label.count, label.batch)
             assert isinstance(held, Pieces)
@@ -354,24 +429,45 @@ class Labels:
         held = None if memory is None else memory.region
         return memory is None or (isinstance(held, Pieces) and held[:2] == (label.count, label.batch))
 
-    def counts(self, index: Tensor, size: int) -> bool:
-        """Whether a tensor starts where 0, 1, 2, ... were put, and NumPy or the like has not changed them since."""
-        if index.untyped_storage()._cdata not in self.identity or index.storage_offset():
-            return False
-        if index.device.type != "cpu":
-            return True
+    def counts(self, index: Tensor, size: int, step: int = 1) -> bool:
+        """Whether a public tensor is 0, 1, 2, ... in steps; while a pass is captured, only where it was made so."""
+        known = index.untyped_storage()._cdata in self.identity and not index.storage_offset() and step == 1
+        if index.is_cuda and (known or torch.cuda.is_current_stream_capturing()):
+            return known
         with unseen():
-            return torch.equal(index.as_strided((size,), (1,)), torch.arange(size, dtype=index.dtype))
+            first = index.as_strided((size,), (step,))
+            return torch.equal(first, torch.arange(size, dtype=index.dtype, device=index.device))
 
-    def no_identity(self, written: Sequence[Tensor]) -> None:
-        """What held 0, 1, 2, ... was written to."""
+    def no_longer_known(self, written: Sequence[Tensor]) -> None:
+        """What held 0, 1, 2, ..., or zeros, was written to."""
         for tensor in written:
-            self.identity.pop(tensor.untyped_storage()._cdata, None)
+            storage = tensor.untyped_storage()._cdata
+            self.identity.pop(storage, None)
+            self.zeros.pop(storage, None)
+
+    def know_zeros(self, tensor: Tensor) -> None:
+        """A tensor was filled with zeros."""
+        with unseen_by_functions():
+            if tensor.layout == torch.strided and has_own_memory(type(tensor)) and covers(tensor):
+                storage = tensor.untyped_storage()
+                self.zeros[storage._cdata] = StorageWeakRef(storage)
+
+    def zero(self, value: Tensor | complex) -> bool:
+        """Whether something public is zero, as far as that can be asked."""
+        if not isinstance(value, Tensor):
+            return value == 0
+        with unseen():
+            if value.untyped_storage()._cdata in self.zeros:
+                return True
+            return not (value.is_cuda and torch.cuda.is_current_stream_capturing()) and not bool(value.any())
 
     def prune(self) -> None:
         """Forget memory that nobody holds any more."""
+        self.laid = None
+        self._forget_sums()
         self._memory = {key: each for key, each in self._memory.items() if not each.ref.expired()}
         self.identity = {key: each for key, each in self.identity.items() if not each[0].expired()}
+        self.zeros = {key: each for key, each in self.zeros.items() if not each.expired()}
 
     def alive(self) -> bool:
         """Whether somebody holds memory that depends on examples."""
@@ -380,7 +476,9 @@ class Labels:
 
     def clear(self) -> None:
         self._memory.clear()
+        self._sums.clear()
         self.identity.clear()
+        self.zeros.clear()
 
 
 def mixed(operator: str, why: str = "mixes examples", unknown: bool = False) -> Mixed:
@@ -445,10 +543,11 @@ class Tracker(TorchDispatchMode):
         """What is answered where a question only skips work (`SPARED`); None: the truth."""
         self.captured = False
         """Whether what runs is to be replayed for other examples: nothing may follow from their values then."""
-        self.expected: tuple[int, int] | None = None
-        """The number of examples, and the number of their batch: public tensors of as many rows are promoted to rows,
-        which is sound of any public value, so that parameters meet them row by row."""
-        self.promoted = 0
+        self.kept_elsewhere = False
+        """Whether activations of what is captured go through hooks other than those of torch's checkpointing."""
+        self.spans: list[tuple[float, float]] = []
+        """Which nodes of autograd's graph are those of a private pass, by their numbers: sums over the examples that
+        their backward passes make are kept apart, for gradients of parameters."""
         self.unknown: Mixed | None = None
         """The last operator without a rule that was given examples."""
 
@@ -463,13 +562,11 @@ class Tracker(TorchDispatchMode):
         """The tensor's first axis counts the examples, each with `inner` rows side by side."""
         self.labels.set(tensor, Rows(0, inner, count, batch))
 
-    def promote(self, tensor: Tensor, axis: int | None = None, inner: int = 1) -> None:
-        """Take a new public tensor for rows, `inner` for each example, along its first axis if it has as many entries:
-        along others they are more likely positions."""
-        if self.expected is None or (axis is None and (tensor.dim() == 0 or len(tensor) != self.expected[0])):
-            return
-        self.promoted += 1
-        self.labels.set(tensor, Rows(axis or 0, inner, *self.expected))
+    @property
+    def adds_up(self) -> bool:
+        """Whether the node of a backward pass that runs now is one of a private pass."""
+        node = torch._C._current_autograd_node() if self.spans else None
+        return node is not None and any(first <= node._sequence_nr() < last for first, last in self.spans)
 
     def scalar(self, tensor: Tensor) -> str | None:
         """How a model would have reduced this loss, which has a number for each example."""
@@ -487,12 +584,16 @@ class Tracker(TorchDispatchMode):
     def rows(self, tensor: Tensor) -> Rows | None:
         """The label of a tensor that may be public or rows. Raises `NotApart`."""
         label = self.labels.get(tensor)
+        if isinstance(label, Summed):
+            raise NotApart("a sum over the batch is used as if it had rows")
         if isinstance(label, Mixed):
             raise NotApart(label)
         return label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, labels = kwargs or {}, self.labels
+        if self.captured and not self.kept_elsewhere:
+            self.kept_elsewhere = kept_elsewhere()
         if len(labels.trackers) > 1:
             turn = labels.turn
             if turn is not None and turn is not self:
@@ -511,26 +612,38 @@ class Tracker(TorchDispatchMode):
                 return func(*args, **kwargs).fill_(self.draw)
         labelled = self.labels.among(args, kwargs)
         if not labelled:
-            found = func(*args, **kwargs)
-            if func in UNINITIALISED:
-                found.zero_()
-            if func is ARANGE or (func is FROM and args[0] == 0):
-                storage = found.untyped_storage()
-                self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
-            elif self.expected is not None and func in FACTORIES:
-                self.promote(found)
-            elif self.labels.identity and isinstance(func, OpOverload) and func._schema.is_mutable:
-                self.labels.no_identity(written_by(func, args, kwargs))
-            return found
+            return self.public(func, args, kwargs)
         if self.labels.taken is not None:
             with unseen_by_functions():
                 self.labels.taken.update([each.untyped_storage()._cdata for each, _ in labelled])
+        if self.spans and any(type(label) is Summed for _, label in labelled):
+            return _linear[0](self, func, args, kwargs, labelled)
         rule = rule_of(func)
         if rule.of_one_example and (label := of_one_example(labelled)) is not None:
             found = func(*args, **kwargs)
             outputs = found if isinstance(found, tuple | list) else (found,)
             return self.finish(func, found, [label] * len(outputs), args, kwargs)
         return rule.apply(self, func, args, kwargs, labelled)
+
+    def public(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose output depends on no example."""
+        found = func(*args, **kwargs)
+        if func in UNINITIALISED:
+            found.zero_()
+        if func is ARANGE or (func is FROM and args[0] == 0):
+            storage = found.untyped_storage()
+            self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
+        elif isinstance(func, OpOverload) and func._schema.is_mutable:
+            self.labels.no_longer_known(written_by(func, args, kwargs))
+        if self.spans and (func in ZEROS or (func in FILLED and args[FILLED[func]] == 0)):
+            self.labels.know_zeros(found)
+        return found
+
+    def stand_in(self, like: Tensor, shape: Sequence[int], label: Summed, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor without numbers for a sum over the examples."""
+        made = like.new_empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype)
+        self.labels.set(made, label)
+        return made
 
     # --- what rules use -----------------------------------------------------------------------------------------------
 
@@ -553,7 +666,7 @@ class Tracker(TorchDispatchMode):
 
     def _write(self, written: Sequence[Tensor], label: Label | None, args: Any) -> set[int]:
         """The storages of what was written, which have new labels."""
-        self.labels.no_identity(written)
+        self.labels.no_longer_known(written)
         for tensor in written:
             self.labels.write(tensor, self._beside_reads(tensor, label, args))
         return {tensor.untyped_storage()._cdata for tensor in written}
@@ -583,8 +696,12 @@ class Tracker(TorchDispatchMode):
             raise NotApart(f"{seen.operator} at {seen.where} looks at a value of the examples", unknown=True)
 
 
+AS_STRIDED = torch.ops.aten.as_strided.default
 ARANGE, FROM = torch.ops.aten.arange.default, torch.ops.aten.arange.start
 RAND = torch.ops.aten.rand.default
+ZEROS = frozenset(getattr(torch.ops.aten, name).default for name in ("zeros", "zeros_like", "new_zeros", "zero_"))
+FILLED = {torch.ops.aten.scalar_tensor.default: 0, torch.ops.aten.full.default: 1, torch.ops.aten.fill_.Scalar: 1}
+"""Which of their arguments they fill a tensor with."""
 UNINITIALISED = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
@@ -592,12 +709,6 @@ UNINITIALISED = frozenset(
     if not overload.endswith("out")
 )
 """What they give may be memory that held an example, so it is filled."""
-FACTORIES = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name in ("zeros", "ones", "full", "rand", "randn", "randint", "empty")
-    for overload in getattr(torch.ops.aten, name).overloads()
-    if not overload.endswith("out")
-)
 
 
 @dataclass(frozen=True)
@@ -610,6 +721,7 @@ class Rule:
     """Whether its outputs are new values: of one example alone, they are that example's."""
 
 
+_linear: list[Callable[..., Any]] = []
 _RULES: dict[Any, Rule] = {}
 _find_rule: list[Callable[[Any], Rule]] = []
 
@@ -621,10 +733,20 @@ def rule_of(func: Any) -> Rule:
     return found
 
 
-def install_rules(find: Callable[[Any], Rule]) -> None:
-    """`find` gives the rule of an operator; one without a rule gives labels that say so."""
-    _find_rule[:] = [find]
+def install_rules(find: Callable[[Any], Rule], linear: Callable[..., Any]) -> None:
+    """`find` gives the rule of an operator; one without a rule gives labels that say so. `linear` is what becomes of
+    sums over the examples."""
+    _find_rule[:], _linear[:] = [find], [linear]
     _RULES.clear()
+
+
+_top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def kept_elsewhere() -> bool:
+    """Whether saved tensors have hooks other than those of torch's checkpointing; not known before torch 2.8."""
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    return isinstance(hooks, tuple) and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 
 _WRITES: dict[Any, tuple[tuple[int, str], ...]] = {}
@@ -644,14 +766,6 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return []
     given = [args[place] if 0 <= place < len(args) else kwargs.get(name) for place, name in places]
     return [one for each in given for one in (each if isinstance(each, list | tuple) else (each,)) if one is not None]
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, nothing is followed: for views of parameters, where what follows is labelled by the caller, and for sums
-    over examples, which a clip has bounded."""
-    with unseen_by_functions(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        yield
 
 
 @contextmanager

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Tracker, mixed
+from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Summed, Tracker, mixed
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
@@ -59,6 +61,8 @@ class Op:
         for label in labels:
             if isinstance(label, Mixed):
                 return label
+            if isinstance(label, Summed):
+                return self.mixed("combines a sum over the batch with its rows")
             if label is not None and label.axis < 0:
                 return self.mixed("combines one example with others")
             if label is None or label == found or (found is not None and _of_one(found, label)):
@@ -111,3 +115,24 @@ def _arguments(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 def outputs_of(found: Any) -> Sequence[Any]:
     return found if isinstance(found, tuple | list) else (found,)
+
+
+TOP = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def transformable() -> Iterator[None]:
+    """Inside, functions may be transformed (vmap), which they may not where a mode handles an operator."""
+    with torch._C._ForceDispatchKeyGuard(*TOP), torch._C._DisableTorchDispatch(), quietly(), torch.no_grad():  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silences vmap's fallback warning."""
+    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", bool)
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed, unseen
+from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed
 from vestige.engines.example_axis.operator_calls import Op
+from vestige.engines.per_example.execution import unseen
 
 NOBODY = Rows(0, 1, 1, 0)
 WHY = "puts examples in another order"

@@ -19,7 +19,6 @@ from torch._ops import OpOverload
 
 from vestige.engines.example_axis import argument_checks
 from vestige.engines.example_axis.labels import (
-    UNINITIALISED,
     Label,
     Labelled,
     Mixed,
@@ -33,10 +32,13 @@ from vestige.engines.example_axis.labels import (
     of_one_example,
     of_slices_of_one,
     spared,
-    unseen_by_functions,
 )
+from vestige.engines.example_axis.linear_operators import linear
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, sorted_examples
+from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_indices
+from vestige.engines.per_example import kernels
+from vestige.engines.per_example.execution import unseen_by_functions
 
 MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_add_", "index_put", "_index_put_impl_")
 """Operators that may put rows in another order, or back in place."""
@@ -47,12 +49,20 @@ Indices = Sequence[Any]
 """From a call of an operator to the label of its output, or of each of its outputs."""
 
 
-def ruled(labeller: Labeller) -> Rule:
+Run = Callable[[Tracker, OpOverload, Args, Kwargs], Any]
+"""Runs an operator."""
+
+
+def plainly(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    return func(*args, **kwargs)
+
+
+def ruled(labeller: Labeller, run: Run = plainly) -> Rule:
     """The rule of an operator whose labels `labeller` makes of those of its arguments. What is made of mixed values is
     mixed."""
 
     def rule(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-        found = func(*args, **kwargs)
+        found = run(tracker, func, args, kwargs)
         with unseen_by_functions():
             op = Op(tracker, func, args, kwargs, labelled, found)
             arguments = [label for _, label in labelled]
@@ -434,13 +444,15 @@ def batch_norm(op: Op) -> Given:
     return [apart, *[statistics] * (len(op.found) - 1)] if isinstance(op.found, tuple) else apart
 
 
-def batch_norm_input(op: Op) -> Given:
-    label = op.meet(op.label("grad_out"), op.label("input"))
-    if not op.public("weight", "running_mean", "running_var"):
+def batch_norm_backward(op: Op) -> Given:
+    first = "grad_out" if "grad_out" in op.given else "grad_output"
+    label = op.meet(op.label(first), op.label("input"))
+    if not op.public("running_mean", "running_var"):
         return op.mixed()
     if isinstance(label, Rows) and (label.axis == 1) is not bool(op.given.get("train", True)):
         return op.mixed("normalises by statistics of the batch")
-    return label
+    channels = label.at(0) if isinstance(label, Rows) and label.axis == 1 else op.mixed("is a sum over the batch")
+    return [label, channels, channels][: len(op.found)]
 
 
 def attention(op: Op) -> Given:
@@ -576,9 +588,9 @@ def _indexed(op: Op, indices: Indices) -> Label | None:
 def _identity(op: Op, index: Tensor, size: int) -> int | None:
     """The axis along which an index is 0, 1, 2, ... for all rows; None if it is not known to be that."""
     axes = [place for place, (n, s) in enumerate(zip(index.shape, index.stride(), strict=True)) if n > 1 and s]
-    if len(axes) != 1 or index.stride(axes[0]) != 1 or index.shape[axes[0]] != size:
+    if len(axes) != 1 or index.shape[axes[0]] != size or index.is_floating_point():
         return None
-    return axes[0] if op.tracker.labels.counts(index, size) else None
+    return axes[0] if op.tracker.labels.counts(index, size, index.stride(axes[0])) else None
 
 
 def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -603,8 +615,10 @@ def written_at(op: Op) -> Given:
             label = op.meet(own, mask)
             return label if not isinstance(label, Rows) or label.axis < masks[0].dim() or mask is None else op.mixed()
         return op.mixed("chooses entries by a mask", unknown=True)
+    if given is None and all(op.tracker.labels.get(each) is None for each in indices if each is not None):
+        return own  # public values in public places
     target = _indexed(op, indices) if own is not None else _written_axis(op, indices)
-    if isinstance(target, Mixed):
+    if not isinstance(target, Rows | None):
         return target
     places, shape, start, adjacent = _index_shape(indices)
     if given is None:
@@ -631,23 +645,23 @@ def _written_axis(op: Op, indices: Indices) -> Label | None:
     places, shape, start, _ = _index_shape(indices)
     labels = [op.tracker.labels.get(indices[place]) for place in places]
     rows = [label for label in labels if isinstance(label, Rows)]
-    if not rows:
-        return None
-    for place in places:
+    given = op.label("values")
+    chosen = rows or ([] if given is None else [given])  # by public numbers, all of them in their order
+    for place in places if chosen else ():
         size = op["self"].shape[place]
         where = _identity(op, indices[place], size)
         if where is not None and all(
             label is None
             or (
                 isinstance(label, Rows)
-                and label.at(0) == rows[0].at(0)
+                and label.at(0) == chosen[0].at(0)
                 and indices[p].shape[label.axis] == size
                 and label.axis - indices[p].dim() == where - indices[place].dim()
             )
             for p, label in zip(places, labels, strict=True)
         ):
-            return rows[0].at(start + where + len(shape) - indices[place].dim())
-    return op.mixed("puts rows in places that are not their own")
+            return chosen[0].at(start + where + len(shape) - indices[place].dim())
+    return op.mixed("puts rows in places that are not their own") if rows else None
 
 
 def _home(op: Op, own: Rows | None, target: Rows | None, indices: Indices) -> Label | None:
@@ -747,9 +761,9 @@ TABLE: dict[Labeller, str] = {
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
     "multilabel_margin_loss_backward channel_shuffle im2col col2im grid_sampler_2d grid_sampler_3d "
     "grid_sampler_2d_backward grid_sampler_3d_backward "
-    "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d routed _thnn_fused_lstm_cell "
-    "_thnn_fused_gru_cell convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable "
-    "_slow_conv2d_forward thnn_conv2d",
+    "native_group_norm fused_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d routed "
+    "routed_weights _thnn_fused_lstm_cell _thnn_fused_gru_cell convolution _convolution mkldnn_convolution "
+    "cudnn_convolution convolution_overrideable _slow_conv2d_forward thnn_conv2d",
     padded: "constant_pad_nd",
     repeated: "repeat",
     joined: "cat",
@@ -757,12 +771,12 @@ TABLE: dict[Labeller, str] = {
     multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_ baddbmm_",
     outer_distances: "_cdist_forward",
     distances_backward: "_cdist_backward",
-    of_input(first_axis): "convolution_backward native_group_norm_backward",
+    of_input(first_axis): "convolution_backward native_group_norm_backward fused_group_norm_backward",
     layer_norm: "native_layer_norm _fused_rms_norm",
     of_input(layer_norm): "native_layer_norm_backward _fused_rms_norm_backward",
     batch_norm: "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update",
-    of_input(batch_norm_input): "native_batch_norm_backward cudnn_batch_norm_backward",
+    batch_norm_backward: "native_batch_norm_backward cudnn_batch_norm_backward",
     attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
     "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward "
@@ -798,28 +812,15 @@ READS = (
 )
 """Operators by which Python sees a value, or a size that depends on values."""
 
-LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
-"""Public tensors in the shape of another one: taken for rows where that has rows: sound of any public value."""
-NEW = "new_zeros new_ones new_empty new_full new_empty_strided"
-"""Public tensors of any shape."""
-
-
-def like(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    found = func(*args, **kwargs)
-    if func in UNINITIALISED:
-        found.zero_()
-    label = tracker.labels.get(args[0])
-    if isinstance(label, Rows) and found.shape == args[0].shape:
-        tracker.labels.set(found, label)
-    return found
+NEW = (
+    "new_zeros new_ones new_empty new_full new_empty_strided "
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
+)
+"""New public tensors, in the shape or of the type of another one."""
 
 
 def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    found = func(*args, **kwargs)
-    if func in UNINITIALISED:
-        found.zero_()
-    tracker.promote(found)
-    return found
+    return tracker.public(func, args, kwargs)
 
 
 def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -830,6 +831,18 @@ def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, 
     return tracker.finish(func, func(*args, **kwargs), [label], args, kwargs)
 
 
+def product_in_parts(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """`mm` and `addmm`, where a GPU is faster in parts."""
+    *added, left, right = args
+    if kwargs or right.device.type not in kernels.ALIGNED:
+        return func(*args, **kwargs)
+    with unseen_by_functions():
+        found = kernels.multiply(laid(tracker, left), right)
+        if found is None:
+            return func(*args, **kwargs)
+        return found + added[0] if added else found.contiguous()
+
+
 _COPY = ruled(copied)
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
@@ -837,9 +850,9 @@ VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Ru
 DRAWN = Rule(drawn)
 _BY_NAME |= {name: VIEW for name in SHAPES.split()}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
-_BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
 _BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
 _BY_NAME["copy_"] = Rule(copied_into)
+_BY_NAME |= {name: ruled(multiplied, product_in_parts) for name in ("mm", "addmm")}
 _BY_NAME["_linalg_check_errors"] = Rule(unraised, of_one_example=False)
 _BY_NAME["select_backward"] = Rule(_BY_NAME["select_backward"].apply, of_one_example=False)
 _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
@@ -853,9 +866,11 @@ def find_rule(func: OpOverload) -> Rule:
     if func.namespace not in ("aten", "prims", "prim", "vestige"):
         return SIZED if torch.Tag.dynamic_output_shape in func.tags else UNKNOWN
     name = func.overloadpacket.__name__
-    listed = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
-    if listed is not None:
-        return listed
+    rule = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_")) or _unlisted(func, name)
+    return adding_up(PARTS[name], rule) if name in PARTS else rule
+
+
+def _unlisted(func: OpOverload, name: str) -> Rule:
     schema = func._schema
     returned = [each for each in schema.returns if each.alias_info is not None]
     if returned and not any(
@@ -871,4 +886,25 @@ def find_rule(func: OpOverload) -> Rule:
     return ruled(pointwise) if torch.Tag.pointwise in tags else UNKNOWN
 
 
-install_rules(find_rule)
+def adding_up(parts: Callable[[Op], Found], rule: Rule) -> Rule:
+    """The rule of an operator that may add up what belongs to different examples, in a backward pass."""
+
+    def apply(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+        found = added_up(parts, tracker, func, args, kwargs, labelled) if tracker.adds_up else None
+        return rule.apply(tracker, func, args, kwargs, labelled) if found is None else found
+
+    def in_place(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+        """Rows that come to their own places are no sum."""
+        op = Op(tracker, func, args, kwargs, labelled, None)
+        known = first_mixed([label for _, label in labelled]) is None
+        with unseen_by_functions():
+            home = known and isinstance(written_at(op), Rows)
+        return (rule.apply if home else apply)(tracker, func, args, kwargs, labelled)
+
+    if parts is of_indices:
+        return Rule(in_place, rule.of_one_example)
+
+    return Rule(apply, rule.of_one_example)
+
+
+install_rules(find_rule, linear)

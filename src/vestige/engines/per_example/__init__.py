@@ -1,1 +1,1 @@
-"""Each example's gradient, in factored form: how a model uses its parameters, watched through proxies."""
+"""Each example's gradient of a parameter, in factored form: how long it is, how it is summed, and kernels for both."""

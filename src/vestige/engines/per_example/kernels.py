@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vestige.tf32 import tf32_products, triton_available
@@ -241,41 +239,19 @@ def whole_pieces(tensor: Tensor) -> int:
     return width if padded_width(tensor) == width else width - width % (16 // tensor.element_size())
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer whose weight and bias ask for no gradient here."""
-    width = weight.shape[0]
-    few = width < LONG or weight.dim() != 2 or input.numel() * width < LARGE * weight.shape[1]
-    watched = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if few or watched or whole_pieces(weight.t()) == width:
-        return F.linear(input, weight, bias)
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    output: Tensor = _InParts.apply(input, weight, bias, whole_pieces(weight.t()))  # type: ignore[no-untyped-call]
-    return output
-
-
-class _InParts(torch.autograd.Function):
-    """A linear layer, most of whose outputs are computed apart from the last few."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, whole: int) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.whole = whole
-        rows, width = input.reshape(-1, input.shape[-1]), len(weight)
-        laid = rows.new_empty(len(rows), padded_width(weight.t()))
+def multiply(left: Tensor, right: Tensor) -> Tensor | None:
+    """left @ right in two parts, where rows of the product or of `left` are long and of odd width; None where that is
+    not so."""
+    width, inner = right.shape[1], left.shape[1]
+    if padded_width(right) != width and len(left) * width >= LARGE:
+        whole, laid = whole_pieces(right), left.new_empty(len(left), padded_width(right))
         for part in (slice(whole), slice(whole, width)):
-            torch.mm(rows, weight[part].t(), out=laid[:, part])
-        output = laid[:, :width].contiguous() if bias is None else laid[:, :width] + bias
-        return output.view(*input.shape[:-1], width)
-
-    @staticmethod
-    def backward(ctx: Any, signal: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        whole, rows = ctx.whole, signal.reshape(-1, len(weight))
-        found = (rows[:, :whole] @ weight[:whole]).addmm_(rows[:, whole:], weight[whole:])
-        return found.view(*signal.shape[:-1], weight.shape[1]), None, None, None
+            torch.mm(left, right[:, part], out=laid[:, part])
+        return laid[:, :width]
+    if padded_width(left) != inner and left.numel() >= LARGE:
+        whole = whole_pieces(left)
+        return torch.mm(left[:, :whole], right[:whole]).addmm_(left[:, whole:], right[whole:])
+    return None
 
 
 def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:

@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vestige.engines.example_axis.labels import unseen
-from vestige.engines.per_example.parameter_expressions import full_precision
-from vestige.engines.per_example.rules import known_linear
-from vestige.engines.per_example.uses import TrackedParameter
+from vestige.engines.per_example.execution import full_precision, unseen
 
 State = tuple[Tensor, ...]
 """The hidden state; of an LSTM, its cells too."""
@@ -44,26 +41,9 @@ def recurrence(
     inputs = _in_time(entering)
     mask = None if going is None else _in_time([going] * len(entering))
     hidden, cells = (None, None) if state is None else (*(part.to(inputs.dtype) for part in state), None)[:2]
-    weight, bias, projection = (
-        torch.stack([one.detach() for one in each]).to(inputs.dtype) if each else None
-        for each in (
-            [own for own, _ in recurrent],
-            [shift for _, shift in recurrent if shift is not None],
-            projections,
-        )
-    )
-    plain = inputs.detach()
-    first = [None if each is None else each.detach() for each in (hidden, cells)]
-    saved = torch.ops.vestige.recurrence(mode, plain, *first, weight, bias, projection, mask)
-    uses = []
-    for direction, (own, shift) in enumerate(recurrent):
-        before = saved[0][:-1, direction].transpose(0, 1)
-        uses.append(_tapped(plain[:, direction].transpose(0, 1), before, own, shift))
-    for direction, own in enumerate(projections):
-        shown = saved[1][1:, direction].tanh()
-        whole = saved[2][:, direction, :, -shown.shape[-1] :] * shown
-        uses.append(_tapped(saved[0][1:, direction].transpose(0, 1), whole.transpose(0, 1), own, None))
-    found, *last = _Recurrence.apply(mode, inputs, hidden, cells, weight, projection, mask, len(saved), *saved, *uses)
+    weights = [own for own, _ in recurrent]
+    biases = [shift for _, shift in recurrent if shift is not None]
+    found, *last = _Recurrence.apply(mode, inputs, hidden, cells, mask, len(biases), *weights, *projections, *biases)
     outputs, *others = found.unbind(1)
     both = [each.transpose(0, 1) for each in (outputs, *(one.flip(0) for one in others))]
     return both, (found[-1], *last)
@@ -73,13 +53,6 @@ def _in_time(parts: Sequence[Tensor]) -> Tensor:
     """[rows, steps, width] of each direction in the layout of the loop."""
     first, *others = (part.transpose(0, 1) for part in parts)
     return torch.stack([first, *(part.flip(0) for part in others)], dim=1)
-
-
-def _tapped(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Where the gradient of a linear map inside the loop arrives; None if nothing of it is trained."""
-    if not torch.is_grad_enabled() or not any(isinstance(each, TrackedParameter) for each in (weight, bias)):
-        return None
-    return known_linear(output, input, weight, bias)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -92,17 +65,22 @@ class _Recurrence(torch.autograd.Function):
         inputs: Tensor,
         hidden: Tensor | None,
         cells: Tensor | None,
-        weight: Tensor,
-        projection: Tensor | None,
         mask: Tensor | None,
-        count: int,
-        *rest: Tensor,
+        biases: int,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        saved, ctx.mode = rest[:count], mode
+        """`parameters` are weights, projections and biases, of each direction."""
+        directions = inputs.shape[1]
+        parts = [parameters[start : start + directions] for start in range(0, len(parameters), directions)]
+        stacked = [torch.stack(part).to(inputs.dtype) for part in parts]
+        bias = stacked.pop() if biases else None
+        weight, projection = stacked[0], stacked[1] if len(stacked) > 1 else None
+        saved = torch.ops.vestige.recurrence(mode, inputs, hidden, cells, weight, bias, projection, mask)
+        ctx.mode, ctx.biases = mode, biases
         ctx.save_for_backward(weight, projection, mask, *saved)
         ctx.set_materialize_grads(False)
-        states = saved[0][1:].detach()
-        return (states, saved[1][-1].detach()) if mode == "LSTM" else (states,)
+        states = saved[0][1:]
+        return (states, saved[1][-1]) if mode == "LSTM" else (states,)
 
     @staticmethod
     @once_differentiable
@@ -115,9 +93,24 @@ class _Recurrence(torch.autograd.Function):
         found = torch.ops.vestige.recurrence_backward(ctx.mode, signal, last, weight, projection, mask, saved)
         gates, hidden = found[1:3] if ctx.mode == "GRU" else found[:2]
         cells = found[2] if ctx.mode == "LSTM" else None
-        uses = [each.transpose(0, 1) for part in (gates, *found[3:]) for each in part.unbind(1)]
-        back = (None, found[0], hidden, cells, *[None] * (4 + len(saved)), *uses)
+        maps = [(gates, saved[0][:-1])]
+        if projection is not None:
+            shown = saved[1][1:].tanh()
+            maps.append((found[3], saved[2][..., -shown.shape[-1] :] * shown))
+        places = iter(ctx.needs_input_grad[6:])
+        back = [
+            _of_linear(made[:, direction], given[:, direction]) if next(places) else None
+            for made, given in maps
+            for direction in range(gates.shape[1])
+        ]
+        back += [gates[:, direction].sum((0, 1)) if next(places) else None for direction in range(ctx.biases)]
+        back = [None, found[0], hidden, cells, None, None, *back]
         return tuple(each if wanted else None for each, wanted in zip(back, ctx.needs_input_grad, strict=True))
+
+
+def _of_linear(signal: Tensor, input: Tensor) -> Tensor:
+    """The gradient of the weight of a linear map, over [steps, rows, width]."""
+    return signal.flatten(0, 1).t() @ input.flatten(0, 1)
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def group_norm(
     """See `kernels.group_norm`: a group of a row's channels is read once, and fits a program; where channels lie side
     by side, a program reads a whole row twice, from the cache the second time."""
     output = torch.empty_like(input, dtype=dtype)
-    mean, scale = torch.empty(2, len(input), groups, device=input.device)
+    mean, scale = (torch.empty(len(input), groups, device=input.device) for _ in range(2))  # operators return no views
     gain, shift = (output if each is None else each.contiguous() for each in (weight, bias))
     given = {"GAIN": weight is not None, "SHIFT": bias is not None}
     tensors = (input, gain, shift, output, mean, scale)

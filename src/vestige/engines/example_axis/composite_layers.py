@@ -1,7 +1,8 @@
-"""How do recurrent layers, attention and mixtures of experts run when each of their linear maps is watched?
+"""How do recurrent layers, bags of words, attention and mixtures of experts run when every operator is followed?
 
-torch runs these modules as one operation, which hides the linear maps inside; experts sort the positions of all
-examples. Here they are spelled out, with the same results, as plain functions of the module's parameters.
+torch runs some of these modules as one operation, which hides the linear maps inside, or copies what it need not;
+experts sort the positions of all examples. Here they are spelled out, with the same results, as plain functions of the
+module's parameters.
 """
 
 from __future__ import annotations
@@ -14,84 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from vestige.engines.per_example.expert_products import routed
 from vestige.engines.per_example.recurrence_operator import recurrence
-from vestige.engines.per_example.rules import routed
-from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 
 HiddenState = tuple[Tensor, ...]
 States = Tensor | HiddenState
 Forward = Callable[..., Any]
 """Of a module, which is its first argument."""
-
-
-def attention(
-    module: nn.MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`nn.MultiheadAttention.forward`."""
-    if query.dim() != 3:
-        raise ValueError(f"attention over a query of shape {tuple(query.shape)}: a batch has three axes")
-    if not module.batch_first:
-        query, key, value = _transposed(query, key, value)
-    q, k, v = (
-        part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in _projections(module, query, key, value)
-    )
-    mask = _mask(attn_mask, key_padding_mask, q)
-    dropout = module.dropout if module.training else 0.0
-    weights = None
-    if need_weights:
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
-        mixed = weights @ v
-        weights = weights.mean(dim=1) if average_attn_weights else weights
-    else:
-        causal = is_causal and key_padding_mask is None
-        mixed = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout, is_causal=causal)
-    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
-    return (output if module.batch_first else output.transpose(0, 1)), weights
-
-
-def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch first, and one object where they were one: a single projection then serves all three."""
-    first = query.transpose(0, 1)
-    second = first if key is query else key.transpose(0, 1)
-    return first, second, second if value is key else value.transpose(0, 1)
-
-
-def _projections(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    width, weight, bias = module.embed_dim, module.in_proj_weight, module.in_proj_bias
-    if query is key and key is value:
-        return F.linear(query, weight, bias).chunk(3, dim=-1)
-    parts = zip((query, key, value), range(0, 3 * width, width), strict=True)
-    return tuple(
-        F.linear(part, weight[start : start + width], None if bias is None else bias[start : start + width])
-        for part, start in parts
-    )
-
-
-def _mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Both masks as one addition to the scores [examples, heads, queries, keys]."""
-    total = None
-    if attn_mask is not None:
-        total = _additive(attn_mask, q)
-        total = total.view(-1, q.shape[1], *total.shape[1:]) if total.dim() == 3 else total
-    if key_padding_mask is not None:
-        padding = _additive(key_padding_mask, q)[:, None, None, :]
-        total = padding if total is None else total + padding
-    return total
-
-
-def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(like.dtype)
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
 def recurrent(
@@ -120,9 +50,6 @@ def _layers(module: nn.RNNBase, sequence: Tensor, hx: States | None, lengths: Te
     """The last layer's outputs [examples, steps, width], and the last states of all layers and directions."""
     sequence, initial = _in_rows(module, sequence, hx)
     weights = {name: getattr(module, name) for name in module._flat_weights_names}
-    tracked = [each for each in (*weights.values(), sequence) if isinstance(each, TrackedParameter)]
-    if tracked and (tracked[-1] is sequence or tracked[0].now.tracker.labels.get(sequence) is None):
-        return _of_no_example(module, sequence, initial, weights, lengths)
     going = None
     if lengths is not None:
         going = (torch.arange(sequence.shape[1], device=sequence.device) < lengths[:, None])[..., None]
@@ -155,37 +82,13 @@ def _in_rows(module: nn.RNNBase, sequence: Tensor, hx: States | None) -> tuple[T
     if shapes != _state_shapes(module, sequence):
         expected = _state_shapes(module, sequence)
         raise ValueError(f"{type(module).__name__} is given states of shapes {shapes}: it takes {expected}")
-    given = [each for each in (sequence, *(part.transpose(0, 1) for part in states)) if type(each) is Tensor]
-    rows = sum(torch.zeros_like(each[:, 0, :1], dtype=sequence.dtype) for each in given)
-    if not isinstance(rows, Tensor):
-        return sequence, states
-    return sequence + rows[:, None], tuple(part + rows.to(part.dtype) for part in states)
+    return sequence, states
 
 
 def _state_shapes(module: nn.RNNBase, sequence: Tensor) -> list[tuple[int, ...]]:
     count = module.num_layers * (2 if module.bidirectional else 1)
     widths = (module.proj_size or module.hidden_size, module.hidden_size)
     return [(count, len(sequence), width) for width in widths[: 2 if module.mode == "LSTM" else 1]]
-
-
-def _of_no_example(
-    module: nn.RNNBase,
-    sequence: Tensor,
-    initial: HiddenState | None,
-    weights: dict[str, Tensor],
-    lengths: Tensor | None,
-) -> tuple[Tensor, States]:
-    """Over a public sequence, such as a learned one: a function of parameters, by torch's own operator."""
-    if lengths is not None or (module.training and module.dropout and module.num_layers > 1):
-        raise UnsupportedUse(f"{type(module).__name__} over packed sequences of no example, or with dropout between")
-    if initial is None:
-        like = next(iter(weights.values())).detach()
-        initial = tuple(like.new_zeros(shape) for shape in _state_shapes(module, sequence))
-    states = list(initial) if module.mode == "LSTM" else initial[0]
-    function = getattr(torch._VF, module.mode.lower())  # type: ignore[attr-defined]
-    options = (module.bias, module.num_layers, 0.0, module.training, module.bidirectional, True)
-    output, *last = function(sequence, states, list(weights.values()), *options)
-    return output, tuple(last) if len(last) > 1 else last[0]
 
 
 def cell(module: nn.RNNCellBase, input: Tensor, hx: States | None = None) -> States:
@@ -269,6 +172,20 @@ def bag(
     return total if module.mode == "sum" else total / counted.sum(dim=1, keepdim=True).clamp(min=1)
 
 
+def attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """`nn.MultiheadAttention.forward`; of sequences that attend to themselves without masks, examples first throughout:
+    torch's own puts positions first, and copies there and back."""
+    own = query is key and key is value and query.dim() == 3 and module.batch_first
+    masks = (options.get("attn_mask"), options.get("key_padding_mask"), module.bias_k)
+    masked = module.add_zero_attn or any(each is not None for each in masks)
+    if not own or masked or options.get("need_weights", True) or module.in_proj_weight is None:
+        return nn.MultiheadAttention.forward(module, query, key, value, **options)
+    joint = F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
+    parts = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in joint)
+    mixed = F.scaled_dot_product_attention(*parts, dropout_p=module.dropout if module.training else 0.0)
+    return F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias), None
+
+
 COMPOSITES: dict[type[nn.Module], Forward] = {
     nn.MultiheadAttention: attention,
     nn.LSTM: recurrent,
@@ -303,9 +220,6 @@ def composite_of(module: nn.Module) -> Forward | None:
     found = next((kind for kind in type(module).__mro__ if kind in COMPOSITES), None)
     if found is None or type(module).forward is not found.forward or "forward" in vars(module):
         return None
-    if isinstance(module, nn.MultiheadAttention):
-        plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
-        return attention if plain else None
     if isinstance(module, nn.EmbeddingBag):
         return bag if module.max_norm is None and not module.scale_grad_by_freq else None
     return COMPOSITES[found]

@@ -1,8 +1,6 @@
-"""How is a model run so that a backward pass leaves every example's gradient in factored form, and no weight's?
+"""How do the gradients of examples reach their parameters? A stand-in for each parameter hands over what comes back.
 
-For the length of a pass its trainable parameters are proxies (`uses`), and modules that torch runs as one operation are
-spelled out (`composite_layers`). Because a tap saves through autograd, activation checkpointing drops and recomputes
-what it saved like anything else.
+That is a sum over the examples, of which each one's part is known (`sums`).
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -20,48 +19,68 @@ from torch.utils._pytree import tree_leaves
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import Labels, NotApart, Tracker, unseen, unseen_by_functions
-from vestige.engines.per_example.composite_layers import composite_of, registered
-from vestige.engines.per_example.gradient_forms import Gradient, combine
-from vestige.engines.per_example.parameter_expressions import ANCHOR, Environment, Pass, Whole, full_precision
-from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
+from vestige.engines.example_axis.composite_layers import composite_of
+from vestige.engines.example_axis.labels import Labels, Mixed, NotApart, Rows, Tracker
+from vestige.engines.example_axis.linear_operators import uses_of
+from vestige.engines.example_axis.sums import own_rows
+from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
+from vestige.engines.per_example.filter_maps import FilterMap
+from vestige.engines.per_example.gradient_forms import Dense, Gradient, change, combine
 from vestige.layout import Layout, modules_of
 
+Environment = Mapping[str, Tensor]
+"""The parameters' values by name."""
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
-Rows = Sequence[Tensor]
+Deliver = Callable[[str, Sequence[Gradient]], None]
+"""Takes the gradients of a parameter by its name, all of which add up."""
+Batch = Sequence[Tensor]
+EVERYWHERE = (0, inf)
+"""All nodes of autograd's graph."""
+ANCHOR = torch.zeros((), requires_grad=True)
+"""It requires a gradient and never gets one: it makes what is computed from parameters part of autograd's graph."""
 
 
-class Taps:
-    """A model whose uses of trainable parameters can be watched."""
+class ParameterUse(torch.autograd.Function):
+    """A parameter inside a pass. What comes back to it is handed to `arrived`, and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Callable[[Tensor], None], anchor: Tensor, value: Tensor) -> Tensor:
+        ctx.arrived = arrived
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, signal: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.arrived(signal)
+        return None, None, None
+
+
+class TrackedModel:
+    """A model whose trainable parameters can be told apart in a backward pass."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout = model, layout
         names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
         self._holders: dict[str, list[Holder]] = {name: [] for name in names.values()}
         """Every place that holds a parameter of the layout: several, where weights are tied."""
-        self.ruled: dict[str, str] = {}
-        """Parameters whose gradients a rule of the user's makes: by name, the class that has it."""
-        self._spelled: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+        self.spelled: list[tuple[dict[str, Any], Callable[..., Any]]] = []
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 if id(parameter) in names:
                     self._holders[names[id(parameter)]].append((module._parameters, key))
-            if registered(module):
-                own = (names.get(id(parameter)) for parameter in module.parameters())
-                self.ruled |= {name: type(module).__name__ for name in own if name is not None}
             forward = composite_of(module)
             if forward is not None:
-                self._spelled.append((vars(module), partial(forward, module)))
+                self.spelled.append((vars(module), partial(forward, module)))
 
     @contextmanager
-    def watching(self, now: Pass) -> Iterator[None]:
-        """The model with proxies of the pass's parameters. Open for the forward pass; and for a backward pass that
-        recomputes activations."""
-        with unseen():
-            tensors = {
-                name: TrackedParameter.of(Whole(name, now.environment[name].detach()), now) for name in self._holders
-            }
+    def tracked(self, tracker: Tracker, environment: Environment, deliver: Deliver) -> Iterator[None]:
+        """The model with parameters of this environment, whose gradients are delivered; for the forward pass."""
+        tensors = {}
+        with unseen(), torch.enable_grad():
+            for name in self._holders:
+                value = environment[name].detach()
+                arrived = partial(_arrived, tracker, deliver, name, value.shape)
+                tensors[name] = ParameterUse.apply(arrived, ANCHOR, value)
         with self.installed(tensors):
             yield
 
@@ -70,11 +89,11 @@ class Taps:
         """The model with these tensors in place of its trainable parameters."""
         places = [(*place, tensor) for name, tensor in tensors.items() for place in self._holders[name]]
         before = [(holder, key, holder[key]) for holder, key, _ in places]
-        forwards = [(attributes, attributes.get("forward")) for attributes, _ in self._spelled]
+        forwards = [(attributes, attributes.get("forward")) for attributes, _ in self.spelled]
         try:
             for holder, key, tensor in places:
                 holder[key] = tensor
-            for attributes, forward in self._spelled:
+            for attributes, forward in self.spelled:
                 attributes["forward"] = forward
             with eagerly():
                 yield
@@ -88,62 +107,80 @@ class Taps:
                     attributes["forward"] = own
 
 
+def _arrived(tracker: Tracker, deliver: Deliver, name: str, shape: torch.Size, signal: Tensor) -> None:
+    """The gradient of a parameter, as a sum over the examples. Raises `NotApart`."""
+    label = tracker.labels.get(signal)
+    if isinstance(label, Rows):
+        with unseen():
+            deliver(name, own_rows(label, signal))
+        return
+    if isinstance(label, Mixed):
+        raise NotApart(f"the gradient of {name!r} is not one example's: {label}", label.unknown)
+    if label is None:
+        if not tracker.labels.zero(signal):
+            raise NotApart(f"the gradient of {name!r} depends on no example", unknown=True)
+        return
+    with unseen():
+        deliver(name, [_as_given(use, signal.dtype) for use in uses_of(label)])
+
+
+def _as_given(gradient: Gradient, dtype: torch.dtype) -> Gradient:
+    """Of sums over filters, the sums; no wider than the parameter."""
+    if isinstance(gradient, FilterMap) and not gradient.own:
+        gradient = Dense(gradient.dense())
+    found: list[torch.dtype] = []
+
+    def narrow(tensor: Tensor) -> Tensor:
+        found.append(tensor.dtype)
+        return tensor.to(dtype) if tensor.dtype == torch.float64 else tensor
+
+    narrowed = change(gradient, narrow)
+    return narrowed if torch.float64 in found and dtype != torch.float64 else gradient
+
+
 class Proved:
     """Runs a model and its losses with every operator followed, and takes each example's gradients.
 
     Formal guarantees: what is returned for an example is a function of that example, of public values and of random
-    draws; otherwise `NotApart` or `UnsupportedUse` is raised, whatever the examples are.
+    draws; otherwise `NotApart` is raised, whatever the examples are.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self.model, self.taps, self.labels = model, Taps(model, layout), Labels()
+        self.model, self.tracked_model, self.labels = model, TrackedModel(model, layout), Labels()
         self.tracker = Tracker(self.labels)
+        self.tracker.spans = [EVERYWHERE]
         self._functions = TrackedFunctions(self.tracker, inside=True)
         self._batches = 0
         """Labels of earlier batches stay: what a model keeps of them is not this batch's own."""
 
     def gradients(
         self,
-        losses: Callable[[Rows, Tracker], Tensor],
-        rows: Rows,
+        losses: Callable[[Batch, Tracker], Tensor],
+        batch: Batch,
         environment: Environment,
         views: int,
         weight: float | Tensor,
     ) -> dict[str, list[Gradient]]:
         """The gradients of `weight` times each example's losses, which has `views` rows side by side; or of each row's
         own weight."""
-        try:
-            return self._gradients(losses, rows, environment, views, weight, promoting=True)
-        except (NotApart, UnsupportedUse, TypeError):
-            if not self.tracker.promoted:
-                raise
-        return self._gradients(losses, rows, environment, views, weight, promoting=False)
-
-    def _gradients(
-        self,
-        losses: Callable[[Rows, Tracker], Tensor],
-        rows: Rows,
-        environment: Environment,
-        views: int,
-        weight: float | Tensor,
-        promoting: bool,
-    ) -> dict[str, list[Gradient]]:
         found: dict[str, list[Gradient]] = {}
 
-        def deliver(uses: Mapping[str, Gradient]) -> None:
-            for name, gradient in uses.items():
-                found.setdefault(name, []).append(gradient)
+        def deliver(name: str, uses: Sequence[Gradient]) -> None:
+            found.setdefault(name, []).extend(uses)
 
         self._batches += 1
-        tracker, examples = self.tracker, len(rows[0]) // views
-        rows = [part.clone() if part.untyped_storage().nbytes() != part.nbytes else part for part in rows]
-        for part in rows:
+        tracker, examples = self.tracker, len(batch[0]) // views
+        batch = [part.clone() if part.untyped_storage().nbytes() != part.nbytes else part for part in batch]
+        for part in batch:
             tracker.label_rows(part, examples, self._batches, views)
-        tracker.expected, tracker.promoted = (examples, self._batches) if promoting else None, 0
-        now = Pass(examples, environment, tracker, deliver)
         try:
-            with self.taps.watching(now), torch.enable_grad(), tracker, self._functions:
-                outputs = losses(rows, tracker)
+            with (
+                self.tracked_model.tracked(tracker, environment, deliver),
+                torch.enable_grad(),
+                tracker,
+                self._functions,
+            ):
+                outputs = losses(batch, tracker)
                 label = tracker.rows(outputs)
                 if label is not None and (label.axis, label.inner, label.first) != (0, views, 0):
                     raise NotApart("the losses are not in the order of the examples")
@@ -151,8 +188,8 @@ class Proved:
                 if outputs.requires_grad:
                     seed = torch.full_like(outputs, 1.0 if isinstance(weight, Tensor) else weight)
                     seed = seed * weight if isinstance(weight, Tensor) else seed
+                    tracker.label_rows(seed, examples, self._batches, views)
                     torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
-                    now.settle()
                 require_unwritten(self.model, tracker, environment)
         finally:
             self.labels.prune()
