@@ -725,23 +725,21 @@ def test_a_loop_that_is_collected_in_another_thread_ends_where_the_next_begins()
     assert torch.autograd.is_multithreading_enabled()
 
 
-def test_a_loop_that_is_collected_while_a_mode_is_put_on_ends_where_the_next_begins():
-    class Collecting(TorchDispatchMode):
-        """A garbage collection runs where torch has noted the state before the mode, but not yet put it on a stack."""
+@pytest.mark.parametrize("where", ["modes of operators", "modes of functions"])
+def test_a_loop_that_is_collected_where_modes_move_ends_where_the_next_begins(where):
+    """A garbage collection runs after torch has looked for modes, and before it takes one."""
+    module = torch.utils._python_dispatch if where == "modes of operators" else torch.overrides
+    name = "_push_mode" if where == "modes of operators" else "_pop_mode"
+    original = getattr(module, name)
 
-        def __enter__(self):
-            pushing = torch.utils._python_dispatch._push_mode
-            with mock.patch("torch.utils._python_dispatch._push_mode", lambda mode: (gc.collect(), pushing(mode))):
-                return super().__enter__()
-
+    class Passed(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    loop, mode = broken_off(), Collecting()
-    with mode:
-        del loop
-        with mode:
-            assert torch.ones(2).sum() == 2
+    loop, mode = [broken_off()], Passed()
+    with mode, mock.patch.object(module, name, lambda *given: (loop.clear(), gc.collect(), original(*given))[2]), mode:
+        assert len(torch.ones(2) + 1) == 2
+    assert not loop
     test_a_loop_that_broke_off_is_not_followed_once_it_is_gone()
 
 

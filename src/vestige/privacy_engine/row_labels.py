@@ -7,6 +7,7 @@ its examples is returned, and noted with file and line.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import Label, Labels, Mixed, Read, Rows, Tracker, mixed
+from vestige.engines.example_axis.labels import OUTSIDE, Label, Labels, Mixed, Read, Rows, Tracker, mixed
 
 
 class Tracking:
@@ -154,12 +155,12 @@ class Tracking:
         return True
 
     def _owner_lost(self) -> None:
-        """Called by a garbage collection, perhaps while a mode is being put on or taken off: then its flags are not as
-        many as its places on the stack."""
-        modes = _get_current_dispatch_mode_stack()
-        noting = [mode for mode in modes if hasattr(mode, "old_dispatch_mode_flags")]
-        moving = any(len(mode.old_dispatch_mode_flags) != modes.count(mode) for mode in noting)
-        if moving or not self._off():
+        """Called by a garbage collection, which may run at any time. Where torch or we are at work, modes may be about
+        to be put on or taken off: then that is left to the next loop."""
+        frame = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith(OUTSIDE):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None or not self._off():
             self._over.append(self)
 
     @classmethod

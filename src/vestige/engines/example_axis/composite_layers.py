@@ -181,8 +181,8 @@ def attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: 
     if not own or masked or options.get("need_weights", True) or module.in_proj_weight is None:
         return nn.MultiheadAttention.forward(module, query, key, value, **options)
     joint = F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
-    parts = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in joint)
-    mixed = F.scaled_dot_product_attention(*parts, dropout_p=module.dropout if module.training else 0.0)
+    q, k, v = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in joint)
+    mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=module.dropout if module.training else 0.0)
     return F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias), None
 
 

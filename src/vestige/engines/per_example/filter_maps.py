@@ -146,7 +146,7 @@ class FilterMap:
             return gram * own.square(), (gram.sqrt() * own.abs(), gram.sqrt()), inner, across
         dense = self.of.dense()
         own = (self.own[0] if self.own else dense.new_zeros(self.filters, 1)).to(dense.dtype)
-        turned = (own * up.to(dense.dtype) for up in self.ups)
+        turned = [own * up.to(dense.dtype) for up in self.ups]
         products = self._products_with(dense, (own, *self.downs, *turned)).double()
         lengths = products[:, :, :2].sqrt()
         inner, across = products[:, :, 2 : 2 + count], products[:, :, 2 + count :]
