@@ -452,6 +452,33 @@ def test_an_example_moves_only_what_is_said_to_be_its_own(name):
     assert sum(rows), "a rule that calls everything mixed says nothing"
 
 
+COMPOSED = [
+    Call(each, "f2 f2")
+    for each in (
+        lambda x, y: x.t().reshape(-1),
+        lambda x, y: x.t().contiguous(),
+        lambda x, y: x.t().to(torch.float32),
+        lambda x, y: x.adjoint().ravel(),
+        lambda x, y: torch.max(torch.ones_like(y), y),
+        lambda x, y: torch.min(x, y),
+        lambda x, y: F.prelu(x[:, :, None].expand(-1, -1, len(x)), y[:, 0]),
+        lambda x, y: x.softmax(0),
+        lambda x, y: F.linear(x, y),
+        lambda x, y: torch.where(x > 0.7),
+    )
+]
+
+
+@pytest.mark.parametrize("name", [*CALLS, "composed"])
+@pytest.mark.everyday("composed")
+def test_an_operator_that_autograd_does_not_take_apart_moves_no_more(name, monkeypatch):
+    """In `torch.inference_mode` a `reshape` that copies, or a `max` of two tensors, is one operator."""
+    monkeypatch.setitem(CALLS, "composed", COMPOSED)
+    monkeypatch.setitem(CALLS, name, [call._replace(backward=False) for call in CALLS[name]])
+    with torch.inference_mode():
+        assert not list(wrongs(name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_and_so_it_does_at_every_size(name):

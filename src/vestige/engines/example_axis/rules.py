@@ -123,6 +123,12 @@ def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labell
     return unknown(tracker, func, args, kwargs, labelled)
 
 
+def taken_apart(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    """An operator that torch computes by others: each of these has its rule."""
+    with tracker:
+        return func.decompose(*args, **kwargs)
+
+
 def unraised(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """An operator that does nothing but raise an error if values are wrong: it would tell of them."""
 
@@ -847,8 +853,10 @@ _COPY = ruled(copied)
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
-DRAWN = Rule(drawn)
-_BY_NAME |= {name: VIEW for name in SHAPES.split()}
+DRAWN, COMPOSED = Rule(drawn), Rule(taken_apart, of_one_example=False)
+KERNELS = ("CPU", "CUDA")
+_SHAPES = frozenset(SHAPES.split())
+_BY_NAME |= {name: VIEW for name in _SHAPES}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
 _BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
 _BY_NAME["copy_"] = Rule(copied_into)
@@ -858,14 +866,23 @@ _BY_NAME["select_backward"] = Rule(_BY_NAME["select_backward"].apply, of_one_exa
 _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
 
 
+def _composed(name: str) -> bool:
+    """Whether an operator is made of others on every device. Autograd takes such operators apart before they get here;
+    tensors of `torch.inference_mode` know no autograd."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CompositeImplicitAutograd") and not any(has(name, each) for each in KERNELS)
+
+
 def find_rule(func: OpOverload) -> Rule:
-    """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag. Those that
-    take functions (`torch.cond`) have none."""
+    """The rule of an operator of ATen: made of others, listed by name, a view by its schema, or pointwise by torch's
+    tag. Those that take functions (`torch.cond`) have none."""
     if not isinstance(func, OpOverload):
         return UNKNOWN
     if func.namespace not in ("aten", "prims", "prim", "vestige"):
         return SIZED if torch.Tag.dynamic_output_shape in func.tags else UNKNOWN
     name = func.overloadpacket.__name__
+    if name not in _SHAPES and _composed(func.name()):
+        return COMPOSED
     rule = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_")) or _unlisted(func, name)
     return adding_up(PARTS[name], rule) if name in PARTS else rule
 
