@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
-from loops import LR, flat, private
+from loops import LR, flat, oracle, private
 
 ROWS, BOUND = 12, 1.0
 
@@ -85,6 +85,31 @@ def quantised(x):
     return torch.quantize_per_tensor_dynamic(x.detach().clamp(-1000, 0), torch.qint8, False).q_scale() - 0.5
 
 
+SEEN = []
+
+
+@torch.library.custom_op("vestige_tests::shown", mutates_args=())
+def shown(x: Tensor) -> float:
+    return float(sign(x))
+
+
+@torch.library.custom_op("vestige_tests::kept", mutates_args=())
+def kept(x: Tensor) -> None:
+    SEEN[:] = [float(sign(x))]
+
+
+def by_an_operator_that_gives_nothing(x):
+    kept(x.detach())
+    return SEEN[0]
+
+
+def saved(model, x):
+    """Hooks of saved tensors, of which one reads by NumPy."""
+    hooks = lambda each: (each, np.sign(each.detach().numpy().sum())), lambda pair: pair[0] * float(pair[1])
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        return model.hidden(x) * x.detach()
+
+
 READS = {
     "tensor": by(lambda x: torch.tensor([sign(x)])),
     "tensor of rows": by(lambda x: torch.tensor([row[0] for row in x.detach()]).sum().sign()),
@@ -101,6 +126,9 @@ READS = {
     "numpy in a hook": on_the_gradient(lambda g: float(np.sign(g.detach().numpy()[0, 0]))),
     "tolist in a hook": on_the_gradient(lambda g: 1.0 if g.tolist()[0][0] > 0 else -1.0),
     "float in a hook": on_the_gradient(lambda g: 1.0 if float(g[0, 0]) > 0 else -1.0),
+    "numpy in a hook of saved tensors": saved,
+    "an operator of another library": by(lambda x: shown(x.detach())),
+    "an operator that gives nothing": by(by_an_operator_that_gives_nothing),
     "numpy in a backward": lambda model, x: Reading.apply(model.hidden(x)),
 }
 
@@ -500,6 +528,60 @@ def test_an_example_that_is_kept_for_later_passes_is_refused():
 
     with pytest.raises(ValueError, match="keeps something of an example for later passes"):
         trained(lambda: Net(kept), neighbours(False), steps=2)
+
+
+def test_a_function_that_an_operator_is_given_may_hold_examples():
+    """Nothing else that the operator is given is one."""
+
+    def change(model, x):
+        chosen = torch.ops.higher_order.cond(torch.tensor(True), lambda: (sign(x),), lambda: (-sign(x),), ())[0]
+        return model.hidden(x) * chosen
+
+    _, model, _, loader = private(Net(change), neighbours(False), batch=ROWS)
+    with pytest.raises(ValueError, match="cond at .* is an operator without a rule"):
+        model(next(iter(loader))[0])
+    sums = [trained(lambda: Net(change), neighbours(flipped))[0] for flipped in (False, True)]
+    assert torch.linalg.vector_norm(sums[0] - sums[1]) <= 2 * BOUND * 1.001
+    assert sums[0].abs().max() > 0.01
+
+
+class Force(nn.Module):
+    """The gradient of an energy with respect to its input, as of a potential; or one step against a loss inside."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.map, self.energy, self.way = nn.Linear(6, 6), nn.Linear(6, 1), way
+
+    def forward(self, x):
+        with torch.enable_grad():
+            place = x.detach().requires_grad_()
+            energy = self.energy(torch.tanh(self.map(place))).sum()
+            if self.way == "of the input":
+                return torch.autograd.grad(energy, place, create_graph=True)[0]
+            if self.way == "backward":
+                energy.backward(retain_graph=True)
+                return self.map(x)
+            return self.map(x) - x @ torch.autograd.grad(energy, self.map.weight, create_graph=True)[0].t()
+
+
+def test_a_model_may_return_the_gradient_of_its_input():
+    data = neighbours(False)[0] / 100, torch.zeros(ROWS, 6)
+    found, _ = trained(lambda: Force("of the input"), data, loss=F.mse_loss)
+    torch.manual_seed(0)
+    expected = oracle(Force("of the input"), lambda m, x, y: F.mse_loss(m(x), y), list(zip(*data, strict=True)), BOUND)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+    _, model, optimizer, loader = private(Force("of the input"), data, batch=ROWS)
+    x, y = next(iter(loader))
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["of a parameter", "backward"])
+def test_gradients_of_parameters_that_a_model_takes_inside_are_not_those_of_its_loss(way):
+    data = neighbours(False)[0] / 100, torch.zeros(ROWS, 6)
+    _, model, _, loader = private(Force(way), data, batch=ROWS)
+    with pytest.raises(ValueError, match="takes gradients inside its forward pass|combines rows of different"):
+        F.mse_loss(model(next(iter(loader))[0]), data[1]).backward()
 
 
 def test_a_batching_rule_of_somebody_else_is_not_trusted():

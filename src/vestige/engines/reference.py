@@ -68,7 +68,8 @@ class Reference:
         if not self._in_turn:
             try:
                 return add_clipped(self._at_once(field, batch, parameters), clip, self.layout, into)
-            except (NotApart, RuntimeError):  # no rule, a look at numbers, an autograd.Function, rows of other lengths
+            # No rule, a look at numbers, an autograd.Function, rows of other lengths, an operator that takes functions
+            except (NotApart, RuntimeError, KeyError):
                 self._in_turn = True
         rows = self._one_by_one(field if transform is not None else None, batch, parameters)
         return add_clipped(rows, clip, self.layout, into)

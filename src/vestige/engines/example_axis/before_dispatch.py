@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from vestige.class_axis import classes_last
@@ -72,7 +72,13 @@ class TrackedFunctions(TorchFunctionMode):
         self.tracker, self.inside, self.tokens = tracker, inside, tokens
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        hooks = None if top_hooks is None else top_hooks(True)
+        if hooks is None or _seen(hooks[0]):
+            return self.called(function, types, args, kwargs or {})
+        with saved_tensors_hooks(partial(_under, self, hooks[0]), hooks[1]):
+            return self.called(function, types, args, kwargs or {})
+
+    def called(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         handler = HANDLERS.get(function)
         if handler is not None:
             return handler(self, function, args, kwargs)
@@ -111,6 +117,20 @@ class TrackedFunctions(TorchFunctionMode):
         if not seen:
             tracker.note_read(Read(name.strip("_"), users_line()))
         return found
+
+
+def _under(mode: TrackedFunctions, function: Any, *args: Any) -> Any:
+    with mode:
+        return function(*args)
+
+
+top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def _seen(pack: Any) -> bool:
+    """Whether a hook of saved tensors is torch's own, or has the mode on: an operator that saves calls it without."""
+    ours = isinstance(pack, partial) and pack.func is _under
+    return ours or (getattr(pack, "__module__", None) or "").startswith("torch.")
 
 
 @cache
@@ -214,11 +234,6 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def _under(mode: TrackedFunctions, function: Any, *args: Any) -> Any:
-    with mode:
-        return function(*args)
-
-
 def by_example(each: Tensor, label: Rows) -> Tensor | None:
     """The sum over all numbers of an example, of all examples or of those of a slice; None if they lie otherwise."""
     moved = each if label.axis == 0 else each.movedim(label.axis, 0)
@@ -282,7 +297,8 @@ def _engine(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, 
     given = [None] * len(tensors) if given is None else [given] if isinstance(given, Tensor) else given
     with unseen_by_functions():
         reached = [each for each in (*tensors, *(inputs or ())) if isinstance(each, Tensor)]
-        if named.get("is_grads_batched") or named.get("materialize_grads") or not all(e.requires_grad for e in reached):
+        odd = named.get("is_grads_batched") or named.get("materialize_grads") or any(map(in_transform, reached))
+        if odd or not all(e.requires_grad for e in reached):
             return function(*args, **kwargs)
         outputs, ends = ([_edge(each) for each in some or ()] for some in (tensors, inputs))
         ones = (own is None and isinstance(each, Tensor) for each, own in zip(tensors, given, strict=True))

@@ -611,7 +611,7 @@ class Tracker(TorchDispatchMode):
             if self.draw is not None and func is RAND and torch.device(kwargs.get("device") or "cpu").type == "cpu":
                 return func(*args, **kwargs).fill_(self.draw)
         labelled = self.labels.among(args, kwargs)
-        if not labelled:
+        if not labelled and isinstance(func, OpOverload):  # others take functions, which may hold examples
             return self.public(func, args, kwargs)
         if self.labels.taken is not None:
             with unseen_by_functions():
@@ -619,7 +619,7 @@ class Tracker(TorchDispatchMode):
         if self.spans and any(type(label) is Summed for _, label in labelled):
             return _linear[0](self, func, args, kwargs, labelled)
         rule = rule_of(func)
-        if rule.of_one_example and (label := of_one_example(labelled)) is not None:
+        if labelled and rule.of_one_example and (label := of_one_example(labelled)) is not None:
             found = func(*args, **kwargs)
             outputs = found if isinstance(found, tuple | list) else (found,)
             return self.finish(func, found, [label] * len(outputs), args, kwargs)

@@ -22,6 +22,7 @@ from vestige.engines.example_axis.labels import (
     Label,
     Labelled,
     Mixed,
+    Read,
     Rows,
     Rule,
     Tracker,
@@ -32,6 +33,7 @@ from vestige.engines.example_axis.labels import (
     of_one_example,
     of_slices_of_one,
     spared,
+    users_line,
 )
 from vestige.engines.example_axis.linear_operators import linear
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
@@ -115,6 +117,12 @@ def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labe
     found = func(*args, **kwargs)
     label = tracker.unknown = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
     return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
+
+
+def foreign(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    """An operator of somebody else's may be Python that looks at what it is given, whatever it gives back."""
+    tracker.note_read(Read(f"{str(func).rpartition('.')[0]}, an operator of another library,", users_line()))
+    return unknown(tracker, func, args, kwargs, labelled)
 
 
 def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -853,7 +861,8 @@ _COPY = ruled(copied)
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
-DRAWN, COMPOSED = Rule(drawn), Rule(taken_apart, of_one_example=False)
+DRAWN, FOREIGN = Rule(drawn), Rule(foreign, of_one_example=False)
+COMPOSED = Rule(taken_apart, of_one_example=False)
 KERNELS = ("CPU", "CUDA")
 _SHAPES = frozenset(SHAPES.split())
 _BY_NAME |= {name: VIEW for name in _SHAPES}
@@ -879,7 +888,7 @@ def find_rule(func: OpOverload) -> Rule:
     if not isinstance(func, OpOverload):
         return UNKNOWN
     if func.namespace not in ("aten", "prims", "prim", "vestige"):
-        return SIZED if torch.Tag.dynamic_output_shape in func.tags else UNKNOWN
+        return FOREIGN
     name = func.overloadpacket.__name__
     if name not in _SHAPES and _composed(func.name()):
         return COMPOSED

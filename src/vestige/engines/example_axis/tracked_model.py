@@ -60,6 +60,8 @@ class TrackedModel:
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout = model, layout
+        self.in_forward = False
+        """Whether a forward pass goes on: gradients that are taken inside it are not those of the losses."""
         names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
         self._holders: dict[str, list[Holder]] = {name: [] for name in names.values()}
         """Every place that holds a parameter of the layout: several, where weights are tied."""
@@ -79,10 +81,32 @@ class TrackedModel:
         with unseen(), torch.enable_grad():
             for name in self._holders:
                 value = environment[name].detach()
-                arrived = partial(_arrived, tracker, deliver, name, value.shape)
+                arrived = partial(self._arrived, tracker, deliver, name)
                 tensors[name] = ParameterUse.apply(arrived, ANCHOR, value)
-        with self.installed(tensors):
-            yield
+        self.in_forward = True
+        try:
+            with self.installed(tensors):
+                yield
+        finally:
+            self.in_forward = False
+
+    def _arrived(self, tracker: Tracker, deliver: Deliver, name: str, signal: Tensor) -> None:
+        """The gradient of a parameter, as a sum over the examples. Raises `NotApart`."""
+        if self.in_forward:
+            raise NotApart("the model takes gradients inside its forward pass", unknown=True)
+        label = tracker.labels.get(signal)
+        if isinstance(label, Rows):
+            with unseen():
+                deliver(name, own_rows(label, signal))
+            return
+        if isinstance(label, Mixed):
+            raise NotApart(f"the gradient of {name!r} is not one example's: {label}", label.unknown)
+        if label is None:
+            if not tracker.labels.zero(signal):
+                raise NotApart(f"the gradient of {name!r} depends on no example", unknown=True)
+            return
+        with unseen():
+            deliver(name, [_as_given(use, signal.dtype) for use in uses_of(label)])
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -105,23 +129,6 @@ class TrackedModel:
                     attributes.pop("forward", None)
                 else:
                     attributes["forward"] = own
-
-
-def _arrived(tracker: Tracker, deliver: Deliver, name: str, shape: torch.Size, signal: Tensor) -> None:
-    """The gradient of a parameter, as a sum over the examples. Raises `NotApart`."""
-    label = tracker.labels.get(signal)
-    if isinstance(label, Rows):
-        with unseen():
-            deliver(name, own_rows(label, signal))
-        return
-    if isinstance(label, Mixed):
-        raise NotApart(f"the gradient of {name!r} is not one example's: {label}", label.unknown)
-    if label is None:
-        if not tracker.labels.zero(signal):
-            raise NotApart(f"the gradient of {name!r} depends on no example", unknown=True)
-        return
-    with unseen():
-        deliver(name, [_as_given(use, signal.dtype) for use in uses_of(label)])
 
 
 def _as_given(gradient: Gradient, dtype: torch.dtype) -> Gradient:
@@ -189,6 +196,7 @@ class Proved:
                     seed = torch.full_like(outputs, 1.0 if isinstance(weight, Tensor) else weight)
                     seed = seed * weight if isinstance(weight, Tensor) else seed
                     tracker.label_rows(seed, examples, self._batches, views)
+                    self.tracked_model.in_forward = False
                     torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
                 require_unwritten(self.model, tracker, environment)
         finally:
