@@ -163,3 +163,8 @@ def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: i
 
 class RowsNotApart(ValueError):
     """A refusal of the program, whatever rows it met: examples are not proved to stay apart, or are of no such kind."""
+
+
+class ExampleKept(RowsNotApart):
+    """Something of an example is in the model, or kept for later passes, without noise. No later step would take it
+    out, so it ends the run, whichever row it is of."""

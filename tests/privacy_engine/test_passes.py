@@ -390,10 +390,10 @@ def test_a_value_at_which_gradients_are_taken_may_not_hold_examples():
     """It need not be the module's own: a method may ask elsewhere than at the parameters."""
     model, tracker = nn.Linear(3, 3), Tracker()
     elsewhere = {name: p.detach().clone() for name, p in model.named_parameters()}
-    require_unwritten(model, tracker, elsewhere)
+    require_unwritten(model, tracker.labels, elsewhere)
     tracker.label_rows(elsewhere["weight"], 3, 1)
     with pytest.raises(ValueError, match="parameter 'weight' was changed by the forward pass"):
-        require_unwritten(model, tracker, elsewhere)
+        require_unwritten(model, tracker.labels, elsewhere)
 
 
 def test_a_mask_as_long_as_the_batch_is_a_constant():

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
+import vestige.engines.example_axis.rules
 from loops import LR, flat, oracle, private
+from vestige.engines.example_axis.labels import Rows, Tracker
 
 ROWS, BOUND = 12, 1.0
 
@@ -227,15 +229,34 @@ def test_rows_in_an_order_that_was_changed_elsewhere_are_not_their_own(change):
         trained(lambda: Net(picked), data)
 
 
-def test_memory_that_is_not_filled_holds_no_example():
+@pytest.mark.parametrize(
+    "taken",
+    [torch.empty, lambda size: torch.empty(size, out=torch.empty(0))],
+    ids=["empty", "out"],
+)
+def test_memory_that_is_not_filled_holds_no_example(taken):
     def left_over(model, x):
         copy = x.detach().clone() * 3
         size = copy.shape
         del copy
-        return model.hidden(x) * (torch.empty(size)[:, 0].sum().sign() + 2)
+        return model.hidden(x) * (taken(size)[:, 0].sum().sign() + 2)
 
     sums = [trained(lambda: Net(left_over), neighbours(flipped))[0] for flipped in (False, True)]
     assert torch.linalg.vector_norm(sums[0] - sums[1]) <= 2 * BOUND * 1.001
+
+
+@pytest.mark.parametrize("whose", [None, Rows(-1, 1, 3, 1)], ids=["public", "an example"])
+def test_memory_that_a_tensor_is_resized_to_holds_no_example(whose):
+    tracker, given = Tracker(strict=False), torch.ones(2)
+    if whose is not None:
+        tracker.labels.set(given, whose)
+    with tracker:
+        for _ in range(100):
+            held = [torch.full((1000,), 7.0) for _ in range(10)]
+            del held
+            found = given.clone().resize_(1000)
+            assert found[:2].eq(1).all()
+            assert found[2:].eq(0).all()
 
 
 # --- what is written outside a pass -----------------------------------------------------------------------------------
@@ -314,10 +335,28 @@ def test_what_is_written_of_examples_is_found_at_the_next_step_or_at_the_end(wri
                 loss.backward()
                 optimizer.step()
                 write(model, optimizer, x, loss)
-        engine.guarantee(1e-5)
 
     with pytest.raises(ValueError, match="holds something of the examples|mean at .* is a reduction over the batch"):
         loop()
+
+
+@pytest.mark.parametrize("write", [into_a_parameter, into_a_buffer, kept_loss], ids=lambda each: each.__name__)
+def test_what_is_written_after_the_last_step_is_found_when_something_is_said_of_the_run(write):
+    model = Net(lambda model, x: model.hidden(x))
+    model.register_buffer("seen", torch.zeros(6))
+    engine = vestige.PrivacyEngine(reproducible=7)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=Polyak(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(*neighbours(False)), batch_size=ROWS),
+    )  # fmt: skip
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        write(model, optimizer, x, loss)
+    for said in (lambda: engine.guarantee(1e-3), lambda: engine.get_epsilon(1e-3), lambda: engine.finish({})):
+        with pytest.raises(ValueError, match="holds something of the examples"):
+            said()
 
 
 class Extra(nn.Module):
@@ -582,6 +621,133 @@ def test_gradients_of_parameters_that_a_model_takes_inside_are_not_those_of_its_
     _, model, _, loader = private(Force(way), data, batch=ROWS)
     with pytest.raises(ValueError, match="takes gradients inside its forward pass|combines rows of different"):
         F.mse_loss(model(next(iter(loader))[0]), data[1]).backward()
+
+
+def by_own_draws(model, x):
+    """More or fewer draws from a generator that nobody seeds anew."""
+    torch.poisson(x.detach().abs().clamp(0.1, 30), generator=model.generator)
+    return model.hidden(x.abs()) * (torch.rand(x.shape, generator=model.generator) - 0.5).sign()
+
+
+def test_draws_from_a_generator_of_the_users_are_stated():
+    class Drawing(Net):
+        generator = torch.Generator()
+
+    assert "rows_apart" in assumed(trained(lambda: Drawing(by_own_draws), neighbours(False))[1])
+
+
+# --- passes that are given up ------------------------------------------------------------------------------------------
+
+
+class Later(nn.Module):
+    """It changes what it does after so many passes."""
+
+    def __init__(self, change, after):
+        super().__init__()
+        self.map, self.head, self.change, self.after = nn.Linear(6, 6), nn.Linear(6, 3), change, after
+        self.passes, self.kept = 0, []
+
+    def forward(self, x):
+        self.passes += 1
+        hidden = torch.tanh(self.map(x))
+        return self.head(self.change(self, x, hidden) if self.passes > self.after else hidden)
+
+
+def into_the_weights(model, x, hidden):
+    model.head.bias.data.add_(x.detach().sum())
+    return hidden
+
+
+def into_a_new_buffer(model, x, hidden):
+    model.register_buffer("seen", x.detach().clone())
+    return hidden
+
+
+def kept_of_the_batch(model, x, hidden):
+    """Kept of all rows before an operator without a rule, and used of one."""
+    if len(x) > 1:
+        model.kept = [x.detach()]
+    turned = torch.rot90(hidden, 4, (0, 1))
+    return turned * sign(model.kept[0]) if model.kept else turned
+
+
+def kept_alone(model, x, hidden):
+    """Of one example after the other."""
+    turned = torch.rot90(hidden, 4, (0, 1))
+    kept = sign(model.kept[0]) if model.kept else 1.0
+    model.kept = [x.detach()]
+    return turned * kept * float(x[0, 0] == x[0, 0])
+
+
+def kept_of_all_alone(model, x, hidden):
+    """Of all of them by vmap: another batch's rows would be taken for this one's."""
+    turned = torch.rot90(hidden, 4, (0, 1))
+    kept = model.kept[0] if model.kept else 1.0
+    model.kept = [x.detach().mean(1, keepdim=True)]
+    return turned * kept
+
+
+@pytest.mark.parametrize("change", [into_the_weights, into_a_new_buffer], ids=lambda each: each.__name__)
+def test_an_example_in_the_model_ends_the_run_whenever_that_happens(change):
+    with pytest.raises(ValueError, match="holds something of the examples without noise"):
+        trained(lambda: Later(change, 20), neighbours(False), steps=25)
+
+
+@pytest.mark.parametrize("change", [kept_of_the_batch, kept_alone, kept_of_all_alone], ids=lambda each: each.__name__)
+def test_what_a_pass_keeps_before_an_operator_without_a_rule_is_refused(change):
+    with pytest.raises(ValueError, match="keeps something of an example for later passes"):
+        trained(lambda: Later(change, 0), neighbours(False), steps=2)
+
+
+def test_what_a_pass_keeps_later_on_reaches_no_example():
+    one, other = (
+        trained(lambda: Later(kept_of_the_batch, 4), neighbours(flipped), steps=9)[0] for flipped in (False, True)
+    )
+    assert torch.linalg.vector_norm(one - other) <= 2 * BOUND * 2 * 1.001
+
+
+def test_a_value_that_is_read_later_is_not_shown():
+    """A flag that Python would keep for the examples after it."""
+
+    def flagged(model, x, hidden):
+        model.kept.append(float(sign(x)))
+        return hidden
+
+    model = Later(flagged, 20)
+    _, run = trained(lambda: model, neighbours(True), steps=25)
+    assert not model.kept
+    assert model.passes > 20
+    assert "rows_apart" not in assumed(run)
+
+
+def test_an_evaluation_knows_what_the_model_keeps_of_its_training():
+    class Keeps(Later):
+        def forward(self, x):
+            if self.training:
+                self.kept = [x.detach()]
+                return self.head(torch.tanh(self.map(x)))
+            return self.head(torch.tanh(self.map(x))) * sign(self.kept[0])
+
+    with pytest.raises(ValueError, match="keeps something of an example for later passes"):
+        trained(lambda: Keeps(None, 0), neighbours(False), evaluate=vestige.PrivateEvaluation(error=0.5))
+
+
+def test_rows_of_an_earlier_batch_are_not_trained_on_again():
+    class Late(Net):
+        kept = None
+
+        def forward(self, x):
+            given, self.kept = x if self.kept is None or len(self.kept) != len(x) else self.kept, x.detach()
+            return self.head(torch.tanh(self.map(given)))
+
+    _, model, optimizer, loader = private(Late(None), neighbours(False), batch=ROWS)
+    with pytest.raises(ValueError, match="a use of parameters is about rows of another batch"):
+        for _ in range(2):
+            for x, _ in loader:
+                model(x).square().mean().backward()
+                optimizer.step()
+    with pytest.raises(ValueError, match="a use of parameters is about rows of another batch"):
+        trained(lambda: Late(None), neighbours(False), loss=lambda out, y: out.square().mean(), steps=2)
 
 
 def test_a_batching_rule_of_somebody_else_is_not_trusted():

@@ -44,8 +44,9 @@ class BookKeeping:
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
         self.model, self.loss, self.layout, self.form = model, loss, layout, form
-        self.reference = Reference(model, loss, layout, form)
         self.proved = Proved(model, layout)
+        self.labels = self.proved.labels
+        self.reference = Reference(model, loss, layout, form, self.labels)
         self._left: set[str] = set()
         """Reasons for leaving a step to the reference engine; each is warned of once."""
         self._said_compiled = self._settled = False
@@ -80,9 +81,22 @@ class BookKeeping:
             terms = [replace(term, batch=tuple(torch.cat([part, part]) for part in term.batch)) for term in terms]
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         self.say_compiled()
+        found = self._proved(terms)
+        if found is None:
+            if isinstance(transform, UnequalMean):
+                parts = transform.alike(batch)
+                return torch.cat([self(part, parameters, clip, into, mean) for part, mean in parts])
+            with eagerly():
+                return self.reference(batch, parameters, clip, into, transform)
+        if alone:
+            found = {name: change(gradient, itemgetter(slice(1))) for name, gradient in found.items()}
+        return add_weighted(found, clip, self.layout, into, examples, users=users)
+
+    def _proved(self, terms: Sequence[Term]) -> dict[str, Gradient] | None:
+        """Every parameter's per-example gradients; None where it cannot be proved that they are each example's own."""
         with eagerly():
             try:
-                found = gradients([self.gradients_of(term) for term in terms], batch[0])
+                return gradients([self.gradients_of(term) for term in terms], terms[0].batch[0])
             except NotApart as problem:
                 if not (problem.unknown or self._settled):
                     raise RowsNotApart(
@@ -90,13 +104,7 @@ class BookKeeping:
                         "be bounded: compute it of each example by itself"
                     ) from None
                 self._say_left(str(problem))
-                if isinstance(transform, UnequalMean):
-                    parts = transform.alike(batch)
-                    return torch.cat([self(part, parameters, clip, into, mean) for part, mean in parts])
-                return self.reference(batch, parameters, clip, into, transform)
-        if alone:
-            found = {name: change(gradient, itemgetter(slice(1))) for name, gradient in found.items()}
-        return add_weighted(found, clip, self.layout, into, examples, users=users)
+        return None
 
     def users_of(self, term: Term) -> UserRows | None:
         """Which rows add up where examples have unequal numbers of them."""

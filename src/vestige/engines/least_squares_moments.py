@@ -105,7 +105,7 @@ class SecondMoments:
             label = tracker.rows(rows)
         except NotApart as problem:
             raise RowsNotApart(f"the model before its head mixes examples: {problem}") from None
-        require_unwritten(self._rows, tracker, {})
+        require_unwritten(self._rows, self._labels, {})
         if label is not None and (label.axis, label.inner, label.first) != (0, 1, 0):
             raise RowsNotApart("the model before its head does not give one row for each example, in their order")
         self._labels.prune()

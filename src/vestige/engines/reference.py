@@ -5,7 +5,6 @@ The scores of private evaluations and comparisons are one number per example in 
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from vestige.checks import RowsNotApart
+from vestige.checks import ExampleKept, RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
+from vestige.engines.example_axis.labels import Labels, NotApart, Rows, Tracker
 from vestige.engines.example_axis.operator_calls import quietly
-from vestige.engines.example_axis.tracked_model import require_unwritten
+from vestige.engines.example_axis.tracked_model import require_forgotten, require_unwritten
 from vestige.engines.module_snapshot import left_as_found
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
@@ -40,12 +39,16 @@ class Reference:
     that have no rule in `example_axis` either, is taken in turn.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE, labels: Labels | None = None
+    ) -> None:
+        """`labels` are those of passes that were given up, if there are any."""
         self.model, self.loss, self.layout, self.form = model, loss, layout, form
+        self.labels = Labels() if labels is None else labels
         self.reads: set[str] = set()
         """Where the model or the loss has looked at values of an example that was run alone."""
         self.settled = False
-        """Whether values that are read only now are refused."""
+        """Whether what read no values before may read none now: what Python keeps of them could reach others."""
         self._in_turn = False
         """Whether the model cannot be run for all examples at once."""
 
@@ -63,6 +66,7 @@ class Reference:
         if len(batch[0]) == 0:
             like = into if isinstance(into, Tensor) else into.like
             return like.new_zeros(0, self.layout.groups, dtype=torch.float64)
+        require_unwritten(self.model, self.labels, parameters)
         field = grad(self.example_loss)
         field = field if transform is None else transform(field)
         if not self._in_turn:
@@ -76,44 +80,45 @@ class Reference:
 
     def _at_once(self, field: Field, batch: Batch, parameters: Parameters) -> Parameters:
         """Raises `NotApart` where an operator has no rule, or Python looks at a value."""
-        tracker, own = Tracker(), [part.clone() for part in batch]
+        require_forgotten(self.labels, RowsNotApart)  # it would be taken for rows of this batch, or for public
+        tracker, own = Tracker(self.labels), [part.clone() for part in batch]
         for part in own:
             tracker.label_rows(part, len(part), 0)
+        parameters = {name: value.detach() for name, value in parameters.items()}  # no graph of theirs holds the pass
         with quietly(), tracker, TrackedFunctions(tracker, inside=True):
             found = vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *own)
         if tracker.unknown is not None:
             raise NotApart(tracker.unknown)
-        require_unwritten(self.model, tracker, parameters)
+        require_unwritten(self.model, self.labels, parameters)
+        del own, part
+        require_forgotten(self.labels, besides=tuple(found.values()))
         return found
 
     def _one_by_one(self, field: Field | None, batch: Batch, parameters: Parameters) -> Parameters:
         """Each example by itself, with random numbers of its own; what is left of one afterwards, in the model or
         anywhere else, is refused: the next one could see it."""
+        require_forgotten(self.labels, RowsNotApart)
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         held, rows = copied(self.model), []
-        with own_draws(batch[0].device) as begin:
-            for place, example in enumerate(zip(*batch, strict=True)):
-                tracker = Tracker(strict=False)
-                own = [part.clone() for part in example]
-                for part in own:
-                    tracker.labels.set(part, Rows(-1, 1, len(batch[0]), 0, place))
-                begin(place)
-                with torch.enable_grad(), tracker, TrackedFunctions(tracker, inside=True):
-                    found = list(field(parameters, *own).values()) if field is not None else self._gradient(leaves, own)
-                require_unwritten(self.model, tracker, leaves)
-                rows.append([each.detach().clone() for each in found])
-                if tracker.reads and self.settled and not self.reads:
-                    raise RowsNotApart("the model or its loss looks at values of an example")
-                self.reads.update(f"{read.operator} at {read.where}" for read in tracker.reads)
-                del found, own, part
-                if tracker.labels.alive():
-                    gc.collect()
-                    if tracker.labels.alive():
-                        raise RowsNotApart(
-                            "the model or its loss keeps something of an example for later passes: no noise covers "
-                            "what others learn from it. Keep no tensors of a forward pass"
+        try:
+            with own_draws(batch[0].device) as begin:
+                for place, example in enumerate(zip(*batch, strict=True)):
+                    tracker = Tracker(self.labels, strict=self.settled and not self.reads)
+                    own = [part.clone() for part in example]
+                    for part in own:
+                        self.labels.set(part, Rows(-1, 1, len(batch[0]), 0, place))
+                    begin(place)
+                    with torch.enable_grad(), tracker, TrackedFunctions(tracker, inside=True):
+                        found = (
+                            list(field(parameters, *own).values()) if field is not None else self._gradient(leaves, own)
                         )
-        require_same(self.model, held)
+                    require_unwritten(self.model, self.labels, leaves)
+                    rows.append([each.detach().clone() for each in found])
+                    self.reads.update(f"{read.operator} at {read.where}" for read in tracker.reads)
+                    del found, own, part
+                    require_forgotten(self.labels)
+        finally:
+            require_same(self.model, held)
         return {name: torch.stack(each) for name, each in zip(leaves, zip(*rows, strict=True), strict=True)}
 
     def _gradient(self, leaves: Parameters, example: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -134,8 +139,10 @@ class FollowedScores:
     keeps for others nothing of what it reads of an example (`reads`).
     """
 
-    def __init__(self, model: nn.Module, scores: Scores, reads: set[str]) -> None:
+    def __init__(self, model: nn.Module, scores: Scores, reads: set[str], labels: Labels | None = None) -> None:
+        """`labels` are those of the passes that trained the model, which may have kept something of them."""
         self._model, self._scores, self._reads = model, scores, reads
+        self._labels = Labels() if labels is None else labels
 
     def __call__(self, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
         with left_as_found(self._model, parameters=False):
@@ -143,11 +150,11 @@ class FollowedScores:
                 return self._at_once(batch, parameters)
             except NotApart:
                 count = len(batch[0])
-                each = ([part[place : place + 1] for part in batch] for place in range(count))
-                return torch.cat([self._alone(example, parameters) for example in each])
+            each = ([part[place : place + 1] for part in batch] for place in range(count))
+            return torch.cat([self._alone(example, parameters) for example in each])
 
     def _at_once(self, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        tracker, own = Tracker(), [part.clone() for part in batch]
+        tracker, own = Tracker(self._labels), [part.clone() for part in batch]
         for part in own:
             tracker.label_rows(part, len(part), 0)
         found = self._followed(tracker, own, parameters)
@@ -157,9 +164,10 @@ class FollowedScores:
         return found
 
     def _alone(self, example: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        tracker, own = Tracker(strict=False), [part.clone() for part in example]
+        require_forgotten(self._labels, RowsNotApart)
+        tracker, own = Tracker(self._labels, strict=False), [part.clone() for part in example]
         for part in own:
-            tracker.labels.set(part, Rows(0, 1, 1, 0))
+            self._labels.set(part, Rows(0, 1, 1, 0))
         with left_as_found(self._model, parameters=False):
             found = self._followed(tracker, own, parameters)
         self._reads.update(f"{read.operator} at {read.where}" for read in tracker.reads)
@@ -168,7 +176,7 @@ class FollowedScores:
     def _followed(self, tracker: Tracker, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
         with tracker, TrackedFunctions(tracker, inside=True):
             found = self._scores(batch, parameters)
-        require_unwritten(self._model, tracker, parameters)
+        require_unwritten(self._model, self._labels, parameters, restored=True)
         return found
 
 
@@ -211,7 +219,7 @@ def require_same(model: nn.Module, before: dict[str, Tensor]) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         was = before.get(name)
         if was is None or tensor.shape != was.shape or not torch.equal(tensor.nan_to_num(), was.nan_to_num()):
-            raise RowsNotApart(
+            raise ExampleKept(
                 f"{name!r} was changed by a pass about one example, and the next example sees it: keep it out of the "
                 "model, or do not change it while training"
             )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from vestige.checks import ExampleKept
 from vestige.mechanism.clipping import Batch, Loss
 from vestige.mechanism.losses.criteria import Form, example_losses
 from vestige.mechanism.text_padding import LABELS, MASK, TextPadding, alike
@@ -112,5 +113,6 @@ def readable(read: Callable[[int], list[object]], rows: Sequence[int]) -> list[l
 
 
 def lost_for_good(error: Exception) -> bool:
-    """Whether nothing can be computed any more: an index out of range on a GPU ends its context."""
-    return "device-side assert" in str(error) or "CUDA error" in str(error)
+    """Whether nothing can be computed any more (an index out of range on a GPU ends its context), or the model is no
+    longer fit to be published."""
+    return isinstance(error, ExampleKept) or "device-side assert" in str(error) or "CUDA error" in str(error)

@@ -507,10 +507,10 @@ class CapturedForm:
 
         args, kwargs = tree_unflatten(leaves, self._tree)
         with as_captured(tracking.tracker, self._full), tracking.model(fresh=True) as tracker:
-            tracked = self.owner.model.tracked(tracker, self._point, deliver)
+            tracked = self.owner.model.tracked(tracker, self._point, self._batch, deliver)
             with tracked, torch.enable_grad(), _without_cache(self.device):
                 outputs = self._forward(*args, **kwargs)
-            require_unwritten(self.owner.module, tracker, self._point)
+            require_unwritten(self.owner.module, tracker.labels, self._point)
             if tracker.kept_elsewhere:
                 raise NotCapturable("activations are kept elsewhere")
             found, tree = tree_flatten(outputs)

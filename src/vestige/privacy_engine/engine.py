@@ -544,8 +544,10 @@ class PrivacyEngine(HoldsKey):
         self._shown = shown
 
     def _record_writes(self) -> None:
-        """Write down whether the model was written to since its last step, before something is said of it."""
+        """Write down whether the model was written to since its last step, before something is said of it: refused,
+        where that was something of the examples."""
         if self._steps is not None and self._ledger.spent:
+            self._steps.require_public()
             self._steps.passes.note_writes()
             self._record_passes()
 

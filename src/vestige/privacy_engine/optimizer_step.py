@@ -212,7 +212,7 @@ class PrivateSteps(HoldsKey):
             self.passes.sharded.require_same()  # nothing was replaced, or is gathered that would outlast the step
         parameters, value = self.held.parameters(), None
         self._check(parameters)
-        self._require_public()
+        self.require_public()
         if closure is not None:
             self.passes.parts.go_on()
             if self.method.probe.at_parameters:
@@ -246,7 +246,7 @@ class PrivateSteps(HoldsKey):
         if self.passes.sharded is None and follows(self.optimizer):
             with self.passes.tracking.followed():
                 learner.step(release, point, 1.0, number)
-            self._require_public()
+            self.require_public()
         else:
             learner.step(release, point, 1.0, number)
         self.passes.step_ended()
@@ -257,7 +257,8 @@ class PrivateSteps(HoldsKey):
             require_same_model(self._sums.group, parameters.values(), number)
         self.step_number += 1
 
-    def _require_public(self) -> None:
+    def require_public(self) -> None:
+        """Nothing of an example may be in the model, nor in what the optimizer holds, outside of a pass."""
         if self.passes.sharded is None:
             require_public(self.passes.tracking.labels, self.held.module, self.optimizer)
 

@@ -86,6 +86,8 @@ class Open:
     """A forward pass of the user's."""
 
     examples: int
+    batch: int
+    """The number of the batch that it is about: rows of an earlier one are not this one's."""
     shapes: Shapes
     """Of what the model was called with, but for the rows."""
     span: tuple[int, int] = (0, 0)
@@ -461,16 +463,16 @@ class Passes:
         with self.tracking.model() as tracker:
             point, deliver = self.point(), partial(self._deliver, weakref.ref(tasks))
             first = torch._C._autograd._get_sequence_nr()
-            with self._model.tracked(tracker, point, deliver):
+            with self._model.tracked(tracker, point, label.batch, deliver):
                 outputs = forward(*args[0], **args[1])
             span = first, torch._C._autograd._get_sequence_nr()
-            found = self._ended(Open(rows, self._shapes(call), span, tasks=tasks), outputs)
-            require_unwritten(self.module, tracker, point)
+            found = self._ended(Open(rows, label.batch, self._shapes(call), span, tasks=tasks), outputs)
+            require_unwritten(self.module, tracker.labels, point)
             return found
 
     def _replayed(self, replay: Replay, call: Call, label: Rows) -> Any:
         """The outputs of a captured pass, as `_ended` gives them of others."""
-        opened = Open(label.count, self._shapes(call), replay=replay)
+        opened = Open(label.count, label.batch, self._shapes(call), replay=replay)
         found, shape = replay.outputs()
         endings = replay.endings()
         labels = [ending.label._replace(count=label.count, batch=label.batch) for _, ending in endings]
@@ -493,11 +495,12 @@ class Passes:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
             label = tracker.labels.get(leaf)
-            if isinstance(label, Rows) and (label.count, label.first) == (rows, 0):
+            if isinstance(label, Rows) and (label.count, label.batch, label.first) == (rows, opened.batch, 0):
                 places.append(place)
                 labels.append(label)
             else:
-                why = str(label) if label is not None else "it depends on no example"
+                why = "it is about other rows than those of the call" if isinstance(label, Rows) else str(label)
+                why = "it depends on no example" if label is None else why
                 kind, seen = tracker.scalar(leaf), leaf.detach()
                 seen = seen if kind is None else seen.mean() if kind == "mean" else seen.sum()
                 found[place] = NotPerExample.apply(ANCHOR, seen, why)

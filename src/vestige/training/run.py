@@ -679,7 +679,8 @@ class Training(HoldsKey):
                 transform = transform_of(
                     self.model, self.layout, self.method, examples.population, self.plan.sample_rate
                 )
-                engine(made_up(examples.blank(), 2, examples.device), point, Flat(1.0), into, transform)
+                for _ in range(2):  # a second batch meets what the model keeps of the first
+                    engine(made_up(examples.blank(), 2, examples.device), point, Flat(1.0), into, transform)
         except RowsNotApart:
             raise
         except Exception:  # whatever a user's model raises on made-up rows
@@ -725,10 +726,11 @@ class Training(HoldsKey):
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = self._shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, reads = Charges(self.ledger.ask), self._reads
-        right = FollowedScores(model, right_answers(model, form), reads)
-        losses = FollowedScores(model, losses_of(model, loss, form), reads)
         engine: Any = SecondMoments(model) if self.method.probe.solves else make(model, loss, self.layout)
         self._engine: BookKeeping | Reference = engine.engine if isinstance(engine, Captured) else engine
+        labels = None if self.method.probe.solves else self._engine.labels
+        right = FollowedScores(model, right_answers(model, form), reads, labels)
+        losses = FollowedScores(model, losses_of(model, loss, form), reads, labels)
         prepare(next(model.parameters()).device)
         unequal = False
         if isinstance(engine, Captured):

@@ -469,10 +469,10 @@ class Labels:
         self.identity = {key: each for key, each in self.identity.items() if not each[0].expired()}
         self.zeros = {key: each for key, each in self.zeros.items() if not each.expired()}
 
-    def alive(self) -> bool:
-        """Whether somebody holds memory that depends on examples."""
+    def alive(self, besides: Sequence[Tensor] = ()) -> bool:
+        """Whether somebody holds memory that depends on examples, besides that of these tensors."""
         self.prune()
-        return bool(self._memory)
+        return not self._memory.keys() <= {each.untyped_storage()._cdata for each in besides}
 
     def clear(self) -> None:
         self._memory.clear()
@@ -620,16 +620,14 @@ class Tracker(TorchDispatchMode):
             return _linear[0](self, func, args, kwargs, labelled)
         rule = rule_of(func)
         if labelled and rule.of_one_example and (label := of_one_example(labelled)) is not None:
-            found = func(*args, **kwargs)
+            found = cleared(func, args, kwargs)
             outputs = found if isinstance(found, tuple | list) else (found,)
             return self.finish(func, found, [label] * len(outputs), args, kwargs)
         return rule.apply(self, func, args, kwargs, labelled)
 
     def public(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose output depends on no example."""
-        found = func(*args, **kwargs)
-        if func in UNINITIALISED:
-            found.zero_()
+        found = cleared(func, args, kwargs)
         if func is ARANGE or (func is FROM and args[0] == 0):
             storage = found.untyped_storage()
             self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
@@ -706,9 +704,22 @@ UNINITIALISED = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted")
     for overload in getattr(torch.ops.aten, name).overloads()
-    if not overload.endswith("out")
 )
 """What they give may be memory that held an example, so it is filled."""
+RESIZED = frozenset((torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default))
+"""So is what these add at the end."""
+
+
+def cleared(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives, with zeros in memory that it has not filled."""
+    if func in UNINITIALISED:
+        return func(*args, **kwargs).zero_()
+    if func not in RESIZED:
+        return func(*args, **kwargs)
+    storage: UntypedStorage = args[0].untyped_storage()
+    end, found = storage.nbytes(), func(*args, **kwargs)
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[end:].zero_()
+    return found
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from vestige.engines.example_axis.labels import (
     Rule,
     Tracker,
     alone,
+    cleared,
     first_mixed,
     install_rules,
     mixed,
@@ -114,7 +115,7 @@ def unlabelled(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, l
 
 
 def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    found = func(*args, **kwargs)
+    found = cleared(func, args, kwargs)
     label = tracker.unknown = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
     return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
 
@@ -126,7 +127,12 @@ def foreign(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labe
 
 
 def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    """How many random numbers are drawn, and so what others draw later, depends on values."""
+    """How many random numbers are drawn, and so what others draw later, depends on values. Of an example that runs
+    alone nobody draws after it: it begins with a seed of its own, as no generator of the user's does."""
+    label = of_one_example(labelled)
+    if label is not None and not any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+        found = func(*args, **kwargs)
+        return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
     tracker.read(func)
     return unknown(tracker, func, args, kwargs, labelled)
 
@@ -861,7 +867,7 @@ _COPY = ruled(copied)
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
-DRAWN, FOREIGN = Rule(drawn), Rule(foreign, of_one_example=False)
+DRAWN, FOREIGN = Rule(drawn, of_one_example=False), Rule(foreign, of_one_example=False)
 COMPOSED = Rule(taken_apart, of_one_example=False)
 KERNELS = ("CPU", "CUDA")
 _SHAPES = frozenset(SHAPES.split())

@@ -5,6 +5,7 @@ That is a sum over the examples, of which each one's part is known (`sums`).
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
-from vestige.checks import RowsNotApart
+from vestige.checks import ExampleKept, RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.composite_layers import composite_of
-from vestige.engines.example_axis.labels import Labels, Mixed, NotApart, Rows, Tracker
+from vestige.engines.example_axis.labels import Labels, Mixed, NotApart, Rows, SumCell, Summed, Tracker
 from vestige.engines.example_axis.linear_operators import uses_of
 from vestige.engines.example_axis.sums import own_rows
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
@@ -75,13 +76,14 @@ class TrackedModel:
                 self.spelled.append((vars(module), partial(forward, module)))
 
     @contextmanager
-    def tracked(self, tracker: Tracker, environment: Environment, deliver: Deliver) -> Iterator[None]:
-        """The model with parameters of this environment, whose gradients are delivered; for the forward pass."""
+    def tracked(self, tracker: Tracker, environment: Environment, batch: int, deliver: Deliver) -> Iterator[None]:
+        """The model with parameters of this environment, whose gradients are delivered; for the forward pass on the
+        batch of this number."""
         tensors = {}
         with unseen(), torch.enable_grad():
             for name in self._holders:
                 value = environment[name].detach()
-                arrived = partial(self._arrived, tracker, deliver, name)
+                arrived = partial(self._arrived, tracker, batch, deliver, name)
                 tensors[name] = ParameterUse.apply(arrived, ANCHOR, value)
         self.in_forward = True
         try:
@@ -90,11 +92,14 @@ class TrackedModel:
         finally:
             self.in_forward = False
 
-    def _arrived(self, tracker: Tracker, deliver: Deliver, name: str, signal: Tensor) -> None:
+    def _arrived(self, tracker: Tracker, batch: int, deliver: Deliver, name: str, signal: Tensor) -> None:
         """The gradient of a parameter, as a sum over the examples. Raises `NotApart`."""
         if self.in_forward:
             raise NotApart("the model takes gradients inside its forward pass", unknown=True)
         label = tracker.labels.get(signal)
+        about = label.cell if isinstance(label, Summed) else label
+        if isinstance(about, Rows | SumCell) and about.batch != batch:
+            raise NotApart(f"the gradient of {name!r} is about rows of another batch")
         if isinstance(label, Rows):
             with unseen():
                 deliver(name, own_rows(label, signal))
@@ -177,12 +182,12 @@ class Proved:
 
         self._batches += 1
         tracker, examples = self.tracker, len(batch[0]) // views
-        batch = [part.clone() if part.untyped_storage().nbytes() != part.nbytes else part for part in batch]
+        batch = [part.clone() for part in batch]  # what the model keeps of them is nobody else's memory
         for part in batch:
             tracker.label_rows(part, examples, self._batches, views)
         try:
             with (
-                self.tracked_model.tracked(tracker, environment, deliver),
+                self.tracked_model.tracked(tracker, environment, self._batches, deliver),
                 torch.enable_grad(),
                 tracker,
                 self._functions,
@@ -191,33 +196,46 @@ class Proved:
                 label = tracker.rows(outputs)
                 if label is not None and (label.axis, label.inner, label.first) != (0, views, 0):
                     raise NotApart("the losses are not in the order of the examples")
-                require_unwritten(self.model, tracker, environment)
+                if label is not None and label.batch != self._batches:
+                    raise NotApart("the losses are those of rows of another batch")
+                require_unwritten(self.model, self.labels, environment)
                 if outputs.requires_grad:
                     seed = torch.full_like(outputs, 1.0 if isinstance(weight, Tensor) else weight)
                     seed = seed * weight if isinstance(weight, Tensor) else seed
                     tracker.label_rows(seed, examples, self._batches, views)
                     self.tracked_model.in_forward = False
                     torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
-                require_unwritten(self.model, tracker, environment)
+                require_unwritten(self.model, self.labels, environment)
         finally:
             self.labels.prune()
         return found
 
 
-def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environment) -> None:
+def require_forgotten(labels: Labels, problem: type[RowsNotApart] = ExampleKept, besides: Batch = ()) -> None:
+    """After a pass: raise ValueError if somebody still holds memory of examples, besides that of these tensors."""
+    if labels.alive(besides):
+        gc.collect()
+        if labels.alive(besides):
+            raise problem(
+                "the model or its loss keeps something of an example for later passes: no noise covers what others "
+                "learn from it. Keep no tensors of a forward pass"
+            )
+
+
+def require_unwritten(model: nn.Module, labels: Labels, environment: Environment, restored: bool = False) -> None:
     """Raise ValueError if a pass has left something of its examples in a parameter or buffer, or in what a module adds
-    to the model's state by `get_extra_state`."""
+    to the model's state by `get_extra_state`; where buffers are `restored`, no longer than the pass."""
     modules = modules_of(model)
     held = [tensor for module in modules for tensor in (*module._buffers.values(), *module._parameters.values())]
-    written = tracker.labels.among([*held, *environment.values()], {})
+    written = labels.among([*held, *environment.values()], {})
     if not written:
         for module in modules:
             if type(module).get_extra_state is nn.Module.get_extra_state:
                 continue
             with unseen_by_functions():
-                held_too = any(map(tracker.labels.holds, tree_leaves(module.get_extra_state())))
+                held_too = any(map(labels.holds, tree_leaves(module.get_extra_state())))
             if held_too:
-                raise RowsNotApart(
+                raise ExampleKept(
                     f"get_extra_state of a {type(module).__name__} gives something of the examples, without noise: it "
                     "would be saved with the model. Leave it out"
                 )
@@ -225,7 +243,8 @@ def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environme
     found = [("buffer", *each) for each in model.named_buffers()]
     found += [("parameter", *each) for each in (*model.named_parameters(), *environment.items())]
     kind, name = next((kind, name) for kind, name, tensor in found if tensor is written[0][0])
-    raise RowsNotApart(
+    problem = RowsNotApart if restored and kind == "buffer" else ExampleKept
+    raise problem(
         f"{kind} {name!r} was changed by the forward pass: it holds something of the examples without noise "
         "(as max_norm of an embedding does). Keep it out of the model, or do not change it while training"
     )
