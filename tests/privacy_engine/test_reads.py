@@ -292,6 +292,10 @@ def schedule(model, optimizer, x, loss):
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: loss.detach())
 
 
+def betas(model, optimizer, x, loss):
+    optimizer.param_groups[0]["betas"] = (x.mean().sigmoid(), 0.9)
+
+
 def decay(model, optimizer, x, loss):
     optimizer.param_groups[0]["weight_decay"] = x.mean()
 
@@ -316,7 +320,18 @@ def after_a_step(model, optimizer, x, loss):
     optimizer.register_step_post_hook(hook)
 
 
-WRITES = (into_a_parameter, into_a_buffer, rate, schedule, decay, momentum, kept_loss, before_a_step, after_a_step)
+WRITES = (
+    into_a_parameter,
+    into_a_buffer,
+    rate,
+    schedule,
+    betas,
+    decay,
+    momentum,
+    kept_loss,
+    before_a_step,
+    after_a_step,
+)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda each: each.__name__)
