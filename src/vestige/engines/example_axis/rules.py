@@ -140,7 +140,7 @@ def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labell
 def taken_apart(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """An operator that torch computes by others: each of these has its rule."""
     with tracker:
-        return func.decompose(*args, **kwargs)
+        return func._op_dk(COMPOSITE, *args, **kwargs)
 
 
 def unraised(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -869,7 +869,7 @@ _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() 
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
 DRAWN, FOREIGN = Rule(drawn, of_one_example=False), Rule(foreign, of_one_example=False)
 COMPOSED = Rule(taken_apart, of_one_example=False)
-KERNELS = ("CPU", "CUDA")
+COMPOSITE, KERNELS = torch._C.DispatchKey.CompositeImplicitAutograd, ("CPU", "CUDA")
 _SHAPES = frozenset(SHAPES.split())
 _BY_NAME |= {name: VIEW for name in _SHAPES}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
@@ -885,7 +885,7 @@ def _composed(name: str) -> bool:
     """Whether an operator is made of others on every device. Autograd takes such operators apart before they get here;
     tensors of `torch.inference_mode` know no autograd."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(name, "CompositeImplicitAutograd") and not any(has(name, each) for each in KERNELS)
+    return has(name, COMPOSITE.name) and not any(has(name, each) for each in KERNELS)
 
 
 def find_rule(func: OpOverload) -> Rule:
