@@ -48,7 +48,8 @@ class Layout:
         wrong = {name: p.dtype for name, p in trainable.items() if p.dtype != torch.float32}
         if wrong:
             name, dtype = next(iter(wrong.items()))
-            raise ValueError(f"parameter {name!r} is {dtype}; releases are float32: call model.float() first")
+            way = "keep two real ones (torch.view_as_complex)" if dtype.is_complex else "call model.float() first"
+            raise ValueError(f"parameter {name!r} is {dtype}; releases are float32: {way}")
         apple = [name for name, p in trainable.items() if p.device.type == "mps"]
         if apple:
             raise ValueError(

@@ -80,7 +80,9 @@ def test_without_a_rule_a_kernel_is_left_to_the_reference_engine(page, monkeypat
     monkeypatch.setattr(page.Gain, "forward", lambda self, x: own(x, self.scale))
     model = around(page.Gain(4))
     layout = Layout.of(model)
-    with pytest.warns(UserWarning, match="own.*without a rule.*such steps are left to the reference engine"):
+    with pytest.warns(
+        UserWarning, match="own, an operator of another library.*such steps are left to the reference engine"
+    ):
         BookKeeping(model, square, layout)(batch(), layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
 
 

@@ -534,7 +534,7 @@ class CapturedForm:
                 kept.append(leaf if isinstance(leaf, PLAIN) else NotReturned())
                 continue
             label = tracker.labels.get(leaf)
-            first = isinstance(label, Rows) and label[:2] == (0, 1) and label.first == 0 and len(leaf) == rows
+            first = isinstance(label, Rows) and (*label[:2], *label[3:]) == (0, 1, self._batch, 0) and len(leaf) == rows
             if not first or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)

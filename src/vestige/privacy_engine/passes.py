@@ -490,7 +490,7 @@ class Passes:
         """The outputs as the user gets them: what has rows leads back to them, losses are means over the examples."""
         tracker, rows = self.tracking.tracker, opened.examples
         found, shape = tree_flatten(outputs)
-        places, labels = [], []
+        places, labels, refused = [], [], []
         for place, leaf in enumerate(found):
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
@@ -499,14 +499,18 @@ class Passes:
                 places.append(place)
                 labels.append(label)
             else:
-                why = "it is about other rows than those of the call" if isinstance(label, Rows) else str(label)
+                why = (
+                    "an output of the model is about other rows than those of the call"
+                    if isinstance(label, Rows)
+                    else str(label)
+                )
+                refused += [] if label is None else [why]
                 why = "it depends on no example" if label is None else why
                 kind, seen = tracker.scalar(leaf), leaf.detach()
                 seen = seen if kind is None else seen.mean() if kind == "mean" else seen.sum()
                 found[place] = NotPerExample.apply(ANCHOR, seen, why)
         if not places:
-            mixed = next((str(label) for label in map(tracker.labels.get, _tensors(found)) if label is not None), None)
-            raise NotApart(mixed or "no output of the model has a row for each example")
+            raise NotApart(refused[0] if refused else "no output of the model has a row for each example")
         reductions = [tracker.scalar(found[place]) for place in places]
         return tree_unflatten(self._with_ends(opened, found, places, labels, reductions), shape)
 
@@ -637,10 +641,6 @@ def _along(weights: Tensor, label: Rows, output: Tensor) -> Tensor:
     each = weights if label.inner == 1 else weights.repeat_interleave(label.inner)
     each = each if len(each) == size else each.repeat(size // len(each))  # copies of the batch, one after another
     return each.view(shape)
-
-
-def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class NotSaved:

@@ -465,14 +465,17 @@ class Labels:
         """Forget memory that nobody holds any more."""
         self.laid = None
         self._forget_sums()
+        for sum_ in self._sums.values():  # of a pass that is over: autograd still holds some where one broke off
+            sum_.region, sum_.known = mixed("a sum over the batch", "was kept from an earlier pass"), {}
         self._memory = {key: each for key, each in self._memory.items() if not each.ref.expired()}
         self.identity = {key: each for key, each in self.identity.items() if not each[0].expired()}
         self.zeros = {key: each for key, each in self.zeros.items() if not each.expired()}
 
     def alive(self, besides: Sequence[Tensor] = ()) -> bool:
-        """Whether somebody holds memory that depends on examples, besides that of these tensors."""
+        """Whether somebody holds memory that depends on examples, besides that of these tensors. What stands for a sum
+        has no numbers."""
         self.prune()
-        return not self._memory.keys() <= {each.untyped_storage()._cdata for each in besides}
+        return not self._memory.keys() - self._sums.keys() <= {each.untyped_storage()._cdata for each in besides}
 
     def clear(self) -> None:
         self._memory.clear()
