@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from sensitivity.examples import language, numbers, regression, sequences, tokens
-from sensitivity.measuring import Case
+from sensitivity.measuring import ODD, Case
 
 
 class Last(nn.Module):
@@ -67,6 +67,22 @@ class PackedAndPadded(nn.Module):
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
         return self.fc(out.sum(1) / lengths[:, None])
+
+
+class PaddedToTheLongest(PackedAndPadded):
+    """As torch pads where no length is said, and a mean over all steps, padding too."""
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.fc(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0].mean(1))
+
+
+def one_is_longer(n):
+    """Sequences of which one alone goes on to the end."""
+    x, lengths, targets = sequences(6, 4)(n)
+    lengths[:] = 2
+    lengths[ODD] = 6
+    return x, lengths, targets
 
 
 class MaskedMean(nn.Module):
@@ -226,6 +242,12 @@ CASES = [
         name="packed bidirectional lstm",
         model=Packed,
         data=sequences(6, 4),
+    ),
+    Case(
+        name="packed, and padded to the longest",
+        model=PaddedToTheLongest,
+        data=one_is_longer,
+        daily=True,
     ),
     Case(
         name="packed and padded gru",

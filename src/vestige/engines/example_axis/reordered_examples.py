@@ -6,6 +6,7 @@ depends on all examples, but each entry is still a function of one. Two kinds of
 - `Permuted`: entry r of an axis belongs to example owners[r]. All entries are there: a slice of them would be a choice
   among examples that others decide, and is mixed.
 - `Positions`: the tensor holds these positions, as `sort` gives them.
+- `Steps`: the tensor says how many sequences go on at each step.
 
 Only the operators below know them. To all others, and in every view, they are mixed values like any other.
 """
@@ -46,6 +47,13 @@ class Positions(Ordered):
     """The tensor holds these positions."""
 
     order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Steps(Ordered):
+    """The tensor says how many packed sequences go on at each step; before, they were padded to this width."""
+
+    width: int = 0
 
 
 def arranged(operator: str, rows: Rows, owners: Sequence[int]) -> Rows | Permuted:
@@ -243,16 +251,18 @@ def pack(tracker: Tracker, given: Tensor, lengths: Tensor, batch_first: bool) ->
     label = Permuted(after.operator, after.where, after.why, rows=rows.at(0), owners=tuple(held))
     shape = (given.shape[0], given.shape[1])
     data: Tensor = _Moved.apply(given, tracker, _Move(True, before, label, places, shape))  # type: ignore[no-untyped-call]
-    tracker.labels.set(sizes, after)
+    steps = Steps(after.operator, after.where, after.why, width=given.shape[1 - axis])
+    tracker.labels.arrange(sizes, steps)
     return data, sizes
 
 
 def pad(
     tracker: Tracker, data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
 ) -> tuple[Tensor, Tensor] | None:
-    """`_pad_packed_sequence`; None if the owners are not known."""
-    before = tracker.labels.get(data)
-    if not isinstance(before, Permuted) or before.rows.axis:
+    """`_pad_packed_sequence`; None if the owners are not known. Where torch would pad to the longest, which decides for
+    all sequences what follows from padding, they are as wide as they were before they were packed."""
+    before, steps = tracker.labels.get(data), tracker.labels.get(sizes)
+    if not isinstance(before, Permuted) or before.rows.axis or not isinstance(steps, Steps):
         return None
     with unseen():
         going: list[int] = sizes.tolist()
@@ -262,6 +272,7 @@ def pad(
     held = tuple(owner for step in range(len(going)) for owner, end in zip(owners, ends, strict=True) if end > step)
     if held != before.owners or total < len(going):
         return None
+    total = steps.width if total == len(going) else total
     axis = 0 if batch_first else 1
     with unseen():
         places = _places(ends, total, batch_first, data.device)
