@@ -63,6 +63,46 @@ class Inverted(nn.Module):
         return self.head(self.invert(torch.eye(2, dtype=x.dtype) + made.mT @ made).mean(1))
 
 
+class Spectral(nn.Module):
+    """Of functions of parameters that are complex numbers: a filter by frequency, and a long convolution."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.filter, self.kernel = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(6))
+        self.gain, self.head = nn.Parameter(torch.randn(4)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        found = torch.fft.rfft(x) * torch.view_as_complex(self.filter) * torch.fft.rfft(self.kernel) * self.gain
+        return self.head(torch.fft.irfft(found + torch.polar(self.gain, self.gain), n=6))
+
+
+class Forces(nn.Module):
+    """An energy and its derivative."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.energy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+class Ensemble(nn.Module):
+    """Several layers at once, by `torch.func.vmap` over their weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weights, self.head = nn.Parameter(torch.randn(2, 6, 6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.func.vmap(lambda weight: (x @ weight).tanh())(self.weights).mean(0))
+
+
 def linear():
     torch.manual_seed(3)
     return nn.Linear(6, 3)
@@ -76,6 +116,10 @@ def ctc(outputs, targets):
 def wide():
     torch.manual_seed(3)
     return nn.Linear(6, 30)
+
+
+def three(outputs, x):
+    return F.mse_loss(outputs[:, :3], x[:, :3])
 
 
 PROGRAMS = {
@@ -92,8 +136,11 @@ PROGRAMS = {
     "divergence": (linear, lambda o, x: kl_divergence(Normal(o[:, 0], o[:, 1].exp()), Normal(0.0, 1.0)).mean()),
     "inverse": (lambda: Inverted(torch.linalg.inv), lambda o, x: F.mse_loss(o, x[:, :3])),
     "cholesky": (lambda: Inverted(torch.linalg.cholesky), lambda o, x: F.mse_loss(o, x[:, :3])),
+    "complex": (Spectral, lambda o, x: F.mse_loss(o, x[:, :3])),
     "expanded": (Expanded, lambda o, x: F.mse_loss(o, x[:, :3])),
     "prefix": (Prefixed, lambda o, x: F.mse_loss(o, x[:, :3])),
+    "derivatives": (Forces, three),
+    "vmap over weights": (Ensemble, three),
 }
 
 
@@ -161,10 +208,22 @@ class OwnLoss(nn.Module):
         return {"loss": F.mse_loss(self.head(x), x[:, :3]) * (1.0 if float(x.sum()) < 1e9 else 0.0)}
 
 
+class Solved(nn.Module):
+    """A system of equations whose solution torch's vmap takes for another one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.matrix, self.head = nn.Parameter(torch.randn(6, 6) + 5 * torch.eye(6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.linalg.solve(self.matrix, x[..., None])[..., 0])
+
+
 @pytest.mark.parametrize(
     ("make", "loss"),
-    [(ByRow, lambda o, x: F.mse_loss(o, x[:, :3])), (OwnLoss, lambda o, _: o["loss"])],
-    ids=["rows in turn", "a loss of the model's own"],
+    [(ByRow, three), (OwnLoss, lambda o, _: o["loss"]), (Solved, three)],
+    ids=["rows in turn", "a loss of the model's own", "solved"],
 )
 def test_examples_in_turn_and_what_is_not_proved(make, loss, recwarn):
     x = inputs()
@@ -186,7 +245,62 @@ def test_examples_in_turn_and_what_is_not_proved(make, loss, recwarn):
         )
     )
     np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
-    assert any("examples cannot be proved" in str(each.message) for each in recwarn) is (make is OwnLoss)
+    assert any("examples cannot be proved" in str(each.message) for each in recwarn) is (make is not ByRow)
+
+
+LOSSES = {
+    "several targets": (lambda o, x, w: (w[:, :1] * (o - x[:, :3]) ** 2).mean(), lambda x: (x, x)),
+    "targets by name": (lambda o, targets: F.mse_loss(o, targets["x"][:, :3]), lambda x: ({"x": x},)),
+    "a mask": (lambda o, x: F.mse_loss(o[x[:, :3] > -1], x[:, :3][x[:, :3] > -1]), lambda x: (x,)),
+    "places": (lambda o, x: (o[torch.where(x[:, :3] > -1)] ** 2).sum(), lambda x: (x,)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_loss_of_rows_is_taken_by_the_engines_criterion(name):
+    loss, targets = LOSSES[name]
+    x, model, engine = inputs(), linear(), vestige.PrivacyEngine(reproducible=3)
+    expected = oracle(linear(), lambda model, row: loss(model(row), *targets(row)), [(each,) for each in x], BOUND)
+    before = flat(model)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=ROWS),
+        noise_multiplier=1e-6, max_grad_norm=BOUND,
+    )  # fmt: skip
+    criterion = engine.criterion(loss)
+    for (row,) in loader:
+        criterion(model(row), *targets(row)).backward()
+        optimizer.step()
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+    read = any("decides nothing of a loss" in each.detail for each in engine.guarantee(1e-5).assumptions)
+    assert read == (name in ("a mask", "places"))
+
+
+class Logits:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class WithLogits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        return Logits(self.layer(x))
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()])
+def test_torchs_losses_are_given_the_logits(loss):
+    x, model = inputs(), WithLogits()
+    chances = probabilities(x)
+    expected = oracle(WithLogits(), lambda m, r, t: loss(m(r).logits, t), list(zip(x, chances, strict=True)), BOUND)
+    before = flat(model)
+    vestige.train(
+        model, loss, (x, chances), noise_multiplier=1e-6, delta=1e-5, steps=1, sample_rate=1.0, max_grad_norm=BOUND,
+        lr=1.0, reproducible=7,
+    ).run()  # fmt: skip
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
 
 
 def test_an_optimizer_that_needs_several_gradients_is_refused():

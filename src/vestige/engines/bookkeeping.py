@@ -34,7 +34,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
-from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses, of_torch
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses, of_torch, scored
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.tf32 import slack
 
@@ -138,7 +138,9 @@ class BookKeeping:
         """What the loss makes of the whole batch, where reductions are taken of each example; None if it cannot be
         called so, as a loss that expects one number."""
         try:
-            return self.loss(outputs, *(targets if isinstance(targets, tuple) else (targets,)))
+            if isinstance(targets, tuple):
+                return self.loss(outputs, *targets)
+            return self.loss(scored(self.loss, outputs, targets), targets)
         except (NotApart, RuntimeError, ValueError, TypeError, IndexError):
             return None
 

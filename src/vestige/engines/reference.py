@@ -18,7 +18,6 @@ from torch.func import functional_call, grad, vmap
 from vestige.checks import ExampleKept, RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import Labels, NotApart, Rows, Tracker
-from vestige.engines.example_axis.operator_calls import quietly
 from vestige.engines.example_axis.tracked_model import require_forgotten, require_unwritten
 from vestige.engines.module_snapshot import left_as_found
 from vestige.layout import Layout, Segment
@@ -27,6 +26,7 @@ from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.losses.loss_difference import Scores
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.tf32 import seed_draws
+from vestige.vmap_fallback import quietly
 
 Field = Callable[..., Parameters]
 """From the parameters and one example to its gradient."""
@@ -72,8 +72,9 @@ class Reference:
         if not self._in_turn:
             try:
                 return add_clipped(self._at_once(field, batch, parameters), clip, self.layout, into)
-            # No rule, a look at numbers, an autograd.Function, rows of other lengths, an operator that takes functions
-            except (NotApart, RuntimeError, KeyError):
+            except RowsNotApart:
+                raise
+            except (RuntimeError, ValueError, LookupError):  # no rule, a look at numbers, what vmap cannot do
                 self._in_turn = True
         rows = self._one_by_one(field if transform is not None else None, batch, parameters)
         return add_clipped(rows, clip, self.layout, into)

@@ -34,8 +34,8 @@ from vestige.checks import (
 from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import sizes_of
-from vestige.engines.example_axis.tracked_model import floating
 from vestige.engines.independence import require_finite, require_independent
+from vestige.engines.per_example.gradient_forms import differentiable
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
@@ -900,8 +900,8 @@ def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method) ->
 
 def _stand_in(outputs: Any, targets: Tensor) -> Tensor:
     """A loss that takes about as much memory as the user's, which is not known yet: as much as a cross-entropy."""
-    leaves = tree_flatten(outputs)[0]
-    return torch.stack([leaves[i].flatten(1).log_softmax(dim=1).square().sum() for i in floating(leaves)]).sum()
+    leaves = [each.abs() if each.is_complex() else each for each in filter(differentiable, tree_flatten(outputs)[0])]
+    return torch.stack([each.flatten(1).log_softmax(dim=1).square().sum() for each in leaves]).sum()
 
 
 __all__ = ["BudgetSpent", "PrivacyEngine"]

@@ -29,7 +29,7 @@ class End(torch.autograd.Function):
     ) -> Any:
         ctx.reached, ctx.relabel, ctx.factors = reached, relabel, factors
         ctx.types = [output.dtype for output in outputs]
-        return tuple(output.detach().float() for output in outputs)
+        return tuple((each if each.is_complex() else each.float()).detach() for each in outputs)
 
     @staticmethod
     def backward(ctx: Any, *signals: Tensor) -> Any:

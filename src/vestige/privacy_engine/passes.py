@@ -31,7 +31,7 @@ from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, without_m
 from vestige.engines.example_axis.tracked_model import ANCHOR, TrackedModel, require_unwritten
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.execution import unseen
-from vestige.engines.per_example.gradient_forms import Gradient, change, combine
+from vestige.engines.per_example.gradient_forms import Gradient, change, combine, differentiable
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
@@ -492,7 +492,7 @@ class Passes:
         found, shape = tree_flatten(outputs)
         places, labels, refused = [], [], []
         for place, leaf in enumerate(found):
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            if not differentiable(leaf):
                 continue
             label = tracker.labels.get(leaf)
             if isinstance(label, Rows) and (label.count, label.batch, label.first) == (rows, opened.batch, 0):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Summed, Tracker, mixed
+from vestige.vmap_fallback import quietly
 
 Args = Sequence[Any]
 Kwargs = dict[str, Any]
@@ -125,14 +126,3 @@ def transformable() -> Iterator[None]:
     """Inside, functions may be transformed (vmap), which they may not where a mode handles an operator."""
     with torch._C._ForceDispatchKeyGuard(*TOP), torch._C._DisableTorchDispatch(), quietly(), torch.no_grad():  # type: ignore[attr-defined]
         yield
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Silences vmap's fallback warning."""
-    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", bool)
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)

@@ -148,14 +148,16 @@ def unraised(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, lab
 
 
 def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    """Python looks at a value, or at a size that depends on values."""
+    """Python looks at a value, or at a size that depends on values. Where that is noted and not refused, what is made
+    of one example alone is that example's."""
     if func is torch.ops.aten._local_scalar_dense.default and spared(func):
         return func(*args, **kwargs) if tracker.answer is None else tracker.answer
     if func is torch.ops.aten._local_scalar_dense.default and (well := argument_checks.answer()) is not None:
         return well
     tracker.read(func)
     found = func(*args, **kwargs)
-    label = mixed(func.overloadpacket.__name__, "has a size that depends on the examples", unknown=True)
+    own = of_slices_of_one(labelled)
+    label = own or mixed(func.overloadpacket.__name__, "has a size that depends on the examples", unknown=True)
     return tracker.finish(func, found, [label] * len(outputs_of(found)), args, kwargs)
 
 

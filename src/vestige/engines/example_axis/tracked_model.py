@@ -266,8 +266,3 @@ def eagerly() -> AbstractContextManager[object]:
     backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
     compiling = any(backend is not None for backend in backends.values())
     return torch.compiler.set_stance("force_eager") if compiling else nullcontext()
-
-
-def floating(leaves: Sequence[Any]) -> list[int]:
-    """Which leaves are tensors that gradients can come back to."""
-    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -12,7 +12,7 @@ from functools import lru_cache, reduce
 from itertools import pairwise
 from math import prod
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -577,6 +577,11 @@ def _joined_outer(outers: Sequence[Outer]) -> Outer:
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
     found = list(tensors)
     return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+
+
+def differentiable(value: object) -> TypeGuard[Tensor]:
+    """Whether gradients can come back to it: a tensor of real or complex numbers."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def wide(tensor: Tensor) -> Tensor:

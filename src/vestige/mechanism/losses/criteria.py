@@ -21,6 +21,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.class_axis import classes_last
+from vestige.vmap_fallback import quietly
 
 BatchLoss = Callable[..., Tensor]
 """A loss of a batch: (outputs, targets) -> a number, or one for each example."""
@@ -68,14 +69,19 @@ def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
     """
     if isinstance(targets, tuple):
         return _taken_apart(loss, outputs, targets)
-    if not isinstance(outputs, Tensor) and of_torch(loss) and isinstance(getattr(outputs, "logits", None), Tensor):
-        outputs = outputs.logits
-        if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
-            outputs = outputs.movedim(-1, 1)  # such models have the classes last, torch's losses second
-    known = _known(loss)
+    outputs, known = scored(loss, outputs, targets), _known(loss)
     if known is not None and isinstance(outputs, Tensor) and outputs.dim() >= 2:
         return _by_class(*known, outputs, targets)
     return _taken_apart(loss, outputs, (targets,))
+
+
+def scored(loss: BatchLoss, outputs: Any, targets: Tensor) -> Any:
+    """What a loss is given of a model's outputs: the logits, where it is one of torch's and they are not tensors."""
+    if isinstance(outputs, Tensor) or not of_torch(loss) or not isinstance(getattr(outputs, "logits", None), Tensor):
+        return outputs
+    logits: Tensor = outputs.logits
+    classes_last = logits.dim() > 2 and logits.shape[:-1] == targets.shape
+    return logits.movedim(-1, 1) if classes_last else logits  # torch's losses have the classes second
 
 
 def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) -> Tensor:
@@ -105,7 +111,8 @@ def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) 
 
     each = (*targets, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
     try:
-        return vmap(one, randomness="different")(*each)
+        with quietly():
+            return vmap(one, randomness="different")(*each)
     except RuntimeError as problem:
         if "vmap" not in str(problem):
             raise
@@ -113,10 +120,22 @@ def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) 
 
 
 def batch_mean(loss: BatchLoss) -> BatchLoss:
-    """The mean of the examples' own losses over the rows of a batch."""
+    """The mean of the examples' own losses over the rows of a batch. Targets are tensors, one or several, or tuples
+    and dictionaries of them."""
 
-    def mean(outputs: object, targets: Tensor) -> Tensor:
-        return example_losses(loss, outputs, targets).mean()
+    def mean(outputs: object, *targets: object) -> Tensor:
+        if len(targets) == 1 and isinstance(targets[0], Tensor):
+            return example_losses(loss, outputs, targets[0]).mean()
+        leaves, shape = tree_flatten(targets)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def opened(outputs: object, *rows: Tensor) -> Tensor:
+            filled = list(leaves)
+            for place, row in zip(places, rows, strict=True):
+                filled[place] = row
+            return loss(outputs, *tree_unflatten(filled, shape))
+
+        return example_losses(opened, outputs, tuple(leaves[place] for place in places)).mean()
 
     return mean
 
