@@ -167,6 +167,18 @@ def calls() -> dict[str, list[Call]]:
         Call(torch.linalg.inv, "f3", True),
         Call(torch.linalg.solve, "f3 f3", True),
         Call(torch.linalg.solve, "f2 f1"),
+        Call(lambda x: torch.linalg.solve(torch.eye(x.shape[1]).to(x) * 2, x), "f3", True),
+        Call(lambda x: torch.linalg.solve(torch.eye(len(x)).to(x) * 2, x), "f2"),
+        Call(lambda x: torch.ops.aten._linalg_solve_ex(torch.eye(x.shape[1]).to(x) * 2, x), "f3"),
+        Call(torch.linalg.det, "f3", True),
+        Call(torch.linalg.pinv, "f3"),
+        Call(torch.linalg.eigvals, "f3"),
+        Call(lambda x: torch.cholesky_inverse(torch.linalg.cholesky(x @ x.mT + torch.eye(len(x)).to(x))), "f3", True),
+        Call(torch.linalg.householder_product, "f3 f2"),
+        Call(lambda x, y: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), y), "f3 f3", True),
+        Call(lambda x, y: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), y), "f3 f2"),
+        Call(lambda x, y: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), y), "f2 f3"),
+        Call(lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x))[1], "f3"),
         Call(torch.linalg.solve, "f3 f2"),
         Call(torch.linalg.det, "f3"),
         Call(lambda x, y: torch.linalg.solve_triangular(x.tril(), y, upper=False), "f3 f3"),
@@ -178,6 +190,13 @@ def calls() -> dict[str, list[Call]]:
     made["cross"] = [
         Call(lambda x, y, d=d: torch.linalg.cross(x, y, dim=d), "f3 f3") for d in range(3)
     ]  # of three entries only
+    diagonals = [{}, {"dim1": 0, "dim2": 1}, {"dim1": 0, "dim2": 2}, {"dim1": 2, "dim2": 1}, {"offset": 1}]
+    made["diagonal"] = [Call(lambda x, d=d: torch.diagonal(x, **d), "f3", True) for d in diagonals]
+    made["diagonal"] += [Call(lambda x, d=d: torch.diag_embed(x, **d), "f2", True) for d in diagonals]
+    made["diagonal"] += [
+        Call(lambda x, y, d=d: torch.diagonal_scatter(x, y, **d), "f3 f2", True) for d in diagonals if "offset" not in d
+    ]
+    made["rot90"] = [Call(lambda x, d=d: torch.rot90(x, 1, d), "f3") for d in ((0, 1), (1, 2), (0, 2))]
     made["cross"] += [Call(lambda x, y: torch.linalg.cross(x[:, None], y[:1, None]), "f3 f3")]
     made["attention"] = [
         Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), "f3 f3 f3", True),

@@ -524,11 +524,14 @@ class Passes:
     ) -> list[Any]:
         rows, part = opened.examples, self.parts.take(opened.examples)
         reached = partial(self._reached, opened, part, labels)
-        factor = rows if self._said == "mean" else 1
-        factors: list[Factor] = [factor] * len(places)
+        # The gradient of a row's own loss: what the model has reduced itself is known, of the rest it was said.
+        factors: list[Factor] = [rows if (kind or self._said) == "mean" else 1 for kind in reductions]
         if part is not None and part.users:
-            weights = factor * self._weights(part)
-            factors = [_along(weights, label, found[place]) for place, label in zip(places, labels, strict=True)]
+            weights = self._weights(part)
+            factors = [
+                _along(factor * weights, label, found[place])
+                for factor, place, label in zip(factors, places, labels, strict=True)
+            ]
         relabel = partial(self._relabel, labels)
         ends = End.apply(reached, relabel, ANCHOR, factors, *(found[place] for place in places))
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):

@@ -209,6 +209,8 @@ def _rows(mode: TrackedFunctions, *tensors: Any) -> Rows | None:
 
 def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Each example's own loss, or the mean of them."""
+    if function is F.ctc_loss:
+        args, kwargs = _padded_targets(mode, args, kwargs)
     distance = kwargs.get("distance_function")
     if distance is not None:  # the user's own: what it reads is to be seen
         kwargs = {**kwargs, "distance_function": partial(_under, mode, distance)}
@@ -232,6 +234,23 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
         return losses
     mode.tracker.reductions.add(reduction)
     return losses.mean() if reduction == "mean" else losses.sum()
+
+
+def _padded_targets(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What `ctc_loss` is given, with a row of targets for each example where they were joined."""
+
+    def padded(each: Any) -> Any:
+        label = mode.tracker.labels.get(each) if isinstance(each, Tensor) and not in_transform(each) else None
+        return label.padded.clamp(min=0) if isinstance(label, reordered_examples.Joined) else each
+
+    return tuple(map(padded, args)), {name: padded(each) for name, each in kwargs.items()}
+
+
+def _select(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Inside a model, where the size of what a mask chooses would tell of the examples."""
+    plain = mode.inside and mode.tracker.strict and not kwargs and not any(map(in_transform, args))
+    found = reordered_examples.joined_by_mask(mode.tracker, *args) if plain else None
+    return mode.watched(function, (), args, kwargs) if found is None else found
 
 
 def by_example(each: Tensor, label: Rows) -> Tensor | None:
@@ -397,6 +416,8 @@ HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]]
     F.bilinear: _bilinear,
     F.group_norm: _group_norm,
     F.instance_norm: _group_norm,
+    Tensor.masked_select: _select,
+    torch.masked_select: _select,
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     torch._C._nn.pad_sequence: _pad_examples,

@@ -6,6 +6,7 @@ depends on all examples, but each entry is still a function of one. Two kinds of
 - `Permuted`: entry r of an axis belongs to example owners[r]. All entries are there: a slice of them would be a choice
   among examples that others decide, and is mixed.
 - `Positions`: the tensor holds these positions, as `sort` gives them.
+- `Joined`: the tensor stands for what a mask chooses of each row, joined to one long row.
 - `Steps`: the tensor says how many sequences go on at each step.
 
 Only the operators below know them. To all others, and in every view, they are mixed values like any other.
@@ -14,7 +15,7 @@ Only the operators below know them. To all others, and in every view, they are m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ class Positions(Ordered):
     """The tensor holds these positions."""
 
     order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Joined(Ordered):
+    """The tensor stands for what was chosen of each row. It has as many numbers as there were before: how many were
+    chosen would be shown by its size."""
+
+    padded: Tensor = field(default_factory=lambda: torch.zeros(0), compare=False)
+    """What was chosen of each row at the beginning of the row, and the rest of it behind."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,23 @@ def _in_one_order(op: Op) -> Label | None:
     )
     shaped = isinstance(op.found, Tensor) and all(tensor.shape == op.found.shape for tensor, _ in op.labelled)
     return first if same and shaped else None
+
+
+def joined_by_mask(tracker: Tracker, given: Tensor, mask: Tensor) -> Tensor | None:
+    """`masked_select` of one row of whole numbers for each example, as targets of a CTC loss are joined; None of any
+    other."""
+    label = tracker.labels.get(given)
+    known = isinstance(label, Rows) and (label.axis, label.inner, label.first, label.count) == (0, 1, 0, len(given))
+    if not known or given.dim() != 2 or given.is_floating_point() or given.shape != mask.shape:
+        return None
+    if tracker.labels.get(mask) not in (label, None):
+        return None
+    padded = given.gather(1, mask.logical_not().to(torch.uint8).sort(dim=1, stable=True).indices)
+    with unseen():
+        found = padded.flatten().clone()
+    where = mixed("masked_select", "joins what is chosen of several examples", unknown=True)
+    tracker.labels.arrange(found, Joined(where.operator, where.where, where.why, where.unknown, padded=padded))
+    return found
 
 
 # --- packed sequences -------------------------------------------------------------------------------------------------

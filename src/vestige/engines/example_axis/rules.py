@@ -288,12 +288,49 @@ def last_axes(count: int) -> Labeller:
         ranks = {each.dim() for each, _ in op.labelled}
         rank = min(ranks)
         if len(ranks) > 1:
-            return op.mixed()
+            return op.mixed("is not known of tensors of different ranks", unknown=True)
         if any(isinstance(each, Tensor) and each.dim() > rank for each in op.given.values()):
             return op.mixed("spreads one example over the others")
         return apart(op, rank - count)
 
     return labeller
+
+
+VECTORS = {
+    "_linalg_solve_ex": "B",
+    "linalg_lu_solve": "pivots",
+    "lu_unpack": "LU_pivots",
+    "linalg_householder_product": "tau",
+}
+"""Of functions of matrices, the argument that may be a vector beside each matrix."""
+
+
+def matrices(op: Op) -> Given:
+    """Each matrix of a stack is taken by itself, with its vector."""
+    first = op.labelled[0][0] if op.name != "_linalg_solve_ex" else op["A"]
+    vector = op[VECTORS[op.name]]
+    beside = vector.dim() == first.dim() - 1 and vector.shape == first.shape[:-1]
+    if not beside or all(each is vector for each, _ in op.labelled):
+        found = last_axes(2)(op)
+        factored = op.name == "_linalg_solve_ex" and op.public("A")  # what comes with the solution is of A alone
+        return [found[0], None, None, None] if factored and isinstance(found, list) else found
+    others = [each for each in op.given.values() if isinstance(each, Tensor) and each is not vector]
+    return apart(op, first.dim() - 2) if {each.dim() for each in others} == {first.dim()} else op.mixed(unknown=True)
+
+
+def diagonal(op: Op) -> Given:
+    """A diagonal of two axes that are not the examples' is taken, or put into zeros or into something else."""
+    whole = op["self"] if op.name == "diagonal_scatter" else op.found
+    rank = whole.dim()
+    one, other = op["dim1"] % rank, op["dim2"] % rank
+    free = [place for place in range(rank) if place not in (one, other)]
+    found: list[Label | None] = []
+    for tensor, label in op.labelled:
+        if tensor.dim() == rank:
+            found.append(op.off(label, {one, other}))
+        else:
+            found.append(label.at(free[label.axis]) if label.axis < len(free) else op.mixed())
+    return op.meet(*found)
 
 
 def cross(op: Op) -> Given:
@@ -762,7 +799,7 @@ TABLE: dict[Labeller, str] = {
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
     along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll glu _fft_r2c _fft_c2r "
-    "_fft_c2c cumsum_ cumprod_ _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
+    "_fft_c2c rot90 cumsum_ cumprod_ _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
     sorted_along: "sort",
     last_axes(1): "linear avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d "
     "reflection_pad1d replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d "
@@ -773,8 +810,11 @@ TABLE: dict[Labeller, str] = {
     "upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
     "upsample_bilinear2d_backward upsample_nearest2d_backward upsample_bicubic2d_backward "
     "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d_backward triu tril "
-    "linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_solve_ex _linalg_svd linalg_qr _linalg_eigh "
+    "linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_svd linalg_qr _linalg_eigh linalg_pinv "
+    "linalg_eig cholesky_inverse "
     "linalg_matrix_exp linalg_solve_triangular cholesky_solve linalg_lu_factor_ex triu_ tril_",
+    matrices: " ".join(VECTORS),
+    diagonal: "diagonal_backward diag_embed diagonal_scatter",
     cross: "linalg_cross",
     last_axes(3): "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d_backward "
     "max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward upsample_trilinear3d "
