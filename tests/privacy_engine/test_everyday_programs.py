@@ -283,6 +283,93 @@ def test_any_loss_of_rows_is_taken_by_the_engines_criterion(name):
     assert read == (name in ("a mask", "places"))
 
 
+def stepped_once(make, loss, x):
+    """The clipped sum of a loop's step, and that of one example at a time."""
+    expected = oracle(make(), lambda model, row: loss(model, row), [(each,) for each in x], BOUND)
+    model = make()
+    before = flat(model)
+    model, optimizer, loader = vestige.PrivacyEngine(reproducible=3).make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=ROWS),
+        noise_multiplier=1e-6, max_grad_norm=BOUND,
+    )  # fmt: skip
+    for (row,) in loader:
+        loss(model, row).backward()
+        optimizer.step()
+    return (before - flat(model)).double().numpy() * ROWS, expected
+
+
+class Summed(nn.Module):
+    """A model whose own loss is a sum over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        return F.mse_loss(self.layer(x), x[:, :3], reduction="sum")
+
+
+class Speech(nn.Module):
+    """A model with a CTC loss as transformers' have it: targets are padded, and joined by what is not padding."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.layer, self.reduction = wide(), reduction
+
+    def forward(self, x):
+        targets = torch.where(x[:, :3] > -0.5, 1 + (x[:, :3].abs() * 7).long() % 4, -100)
+        mask = targets >= 0
+        likelihoods = self.layer(x).view(len(x), 6, 5).log_softmax(-1).transpose(0, 1)
+        lengths = 4 + (x[:, 0] > 0).long()
+        joined = targets.masked_select(mask)
+        return F.ctc_loss(likelihoods, joined, lengths, mask.sum(-1), reduction=self.reduction, zero_infinity=True)
+
+
+OWN_LOSSES = {
+    "a sum inside": (Summed, lambda model, x: model(x)),
+    "a sum over rows, divided": (
+        linear,
+        lambda m, x: (F.mse_loss(m(x), x[:, :3], reduction="sum") + m(x).square().sum()) / len(x),
+    ),
+    "ctc, mean": (lambda: Speech("mean"), lambda model, x: model(x)),
+    "ctc, sum": (lambda: Speech("sum"), lambda model, x: model(x)),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_each_row_has_the_gradient_of_its_own_loss(name):
+    found, expected = stepped_once(*OWN_LOSSES[name], inputs())
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=5e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1])
+def test_a_sum_that_is_not_divided_is_refused_where_a_mean_was_said(scale):
+    with pytest.raises(ValueError, match="the loss is a sum over the batch: say loss_reduction='sum'"):
+        stepped_once(linear, lambda m, x: scale * F.mse_loss(m(x), x[:, :3], reduction="sum"), inputs())
+
+
+def test_what_a_mask_joins_is_for_a_ctc_loss_alone():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x):
+            chosen = (x[:, :3] * 7).long().masked_select(x[:, :3] > 0)
+            assert chosen.shape == (3 * len(x),)  # the number of those that were chosen is not shown
+            return self.layer(x) * chosen[: len(x), None]
+
+    model, x = Joined(), inputs()
+    model, _, loader = vestige.PrivacyEngine(reproducible=3).make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=ROWS),
+        noise_multiplier=1e-6, max_grad_norm=BOUND,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="masked_select at .* joins what is chosen of several examples"):
+        model(next(iter(loader))[0])
+
+
 class Logits:
     def __init__(self, logits):
         self.logits = logits

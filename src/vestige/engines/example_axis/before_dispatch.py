@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -232,8 +232,31 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
         with unseen_by_functions():
             mode.tracker.scalars[losses.untyped_storage()._cdata] = reduction
         return losses
-    mode.tracker.reductions.add(reduction)
-    return losses.mean() if reduction == "mean" else losses.sum()
+    whole = losses.mean() if reduction == "mean" else losses.sum()
+    if whole.grad_fn is not None:
+        whole.grad_fn.metadata[REDUCED] = reduction
+    return whole
+
+
+REDUCED = "vestige: how a loss is reduced over the batch"
+KEEPS_REDUCTION = ("AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0")
+"""What a sum over the batch may go through and still be one; divided, it is what the user divides it by."""
+
+
+def reductions_of(losses: Sequence[Tensor]) -> set[str]:
+    """How torch's own losses were reduced of which these are made, without a division."""
+    waiting, seen, found = [each.grad_fn for each in losses], set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = node.metadata.get(REDUCED)
+        if kind is not None:
+            found.add(kind)
+        elif node.name() in KEEPS_REDUCTION:
+            waiting += [each for each, _ in node.next_functions]
+    return found
 
 
 def _padded_targets(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -319,6 +342,7 @@ def _engine(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, 
         odd = named.get("is_grads_batched") or named.get("materialize_grads") or any(map(in_transform, reached))
         if odd or not all(e.requires_grad for e in reached):
             return function(*args, **kwargs)
+        mode.tracker.reductions |= reductions_of([each for each in tensors if isinstance(each, Tensor)])
         outputs, ends = ([_edge(each) for each in some or ()] for some in (tensors, inputs))
         ones = (own is None and isinstance(each, Tensor) for each, own in zip(tensors, given, strict=True))
         given = [torch.ones_like(each) if one else own for each, own, one in zip(tensors, given, ones, strict=True)]
