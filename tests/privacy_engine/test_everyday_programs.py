@@ -51,6 +51,19 @@ class Prefixed(nn.Module):
         return self.head(x + kept.mean((0, 1)))
 
 
+class Prompted(nn.Module):
+    """The same words before every example, as peft's prefix tuning has them: numbers that are expanded over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.words, self.head = nn.Embedding(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        prefix = self.words(torch.arange(4).unsqueeze(0).expand(len(x), -1)).view(len(x), 4, 2, 3).permute(0, 2, 1, 3)
+        return self.head(torch.cat([prefix, x.view(-1, 2, 1, 3)], dim=2).tanh().sum(2).flatten(1))
+
+
 class Inverted(nn.Module):
     """Of matrices that are inverted, which torch checks."""
 
@@ -151,6 +164,7 @@ PROGRAMS = {
     "cholesky": (lambda: Inverted(torch.linalg.cholesky), lambda o, x: F.mse_loss(o, x[:, :3])),
     "complex": (Spectral, lambda o, x: F.mse_loss(o, x[:, :3])),
     "expanded": (Expanded, lambda o, x: F.mse_loss(o, x[:, :3])),
+    "prompt": (Prompted, lambda o, x: F.mse_loss(o, x[:, :3])),
     "prefix": (Prefixed, lambda o, x: F.mse_loss(o, x[:, :3])),
     "solved": (Solved, three),
     "derivatives": (Forces, three),
@@ -395,6 +409,45 @@ def test_torchs_losses_are_given_the_logits(loss):
         lr=1.0, reproducible=7,
     ).run()  # fmt: skip
     np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+
+
+class OwnRate(torch.optim.SGD):
+    """An optimizer that makes its own learning rate and has none to show, as transformers' Adafactor."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def one_batch(model, optimizer=torch.optim.SGD):
+    x = inputs()
+    return vestige.PrivacyEngine(reproducible=3).make_private(
+        module=model, optimizer=optimizer(model.parameters()),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=ROWS),
+        noise_multiplier=1.0, max_grad_norm=BOUND,
+    )  # fmt: skip
+
+
+def test_an_optimizer_may_have_no_learning_rate():
+    model, optimizer, loader = one_batch(linear(), OwnRate)
+    before = flat(model)
+    for (x,) in loader:
+        three(model(x), x).backward()
+        optimizer.step()
+    assert not torch.equal(flat(model), before)
+
+
+def test_anomaly_detection_is_refused_in_words():
+    model, _, loader = one_batch(linear())
+    for (x,) in loader:
+        with torch.autograd.set_detect_anomaly(True), pytest.raises(ValueError, match="detect_anomaly looks at every"):
+            model(x)
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            three(model(x), x).backward()
 
 
 def test_an_optimizer_that_needs_several_gradients_is_refused():

@@ -7,6 +7,7 @@ what is frozen must be as it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any
@@ -127,13 +128,19 @@ FELT = 1e-6
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+def _rate(group: Mapping[str, Any]) -> float:
+    """The learning rate of a group of parameters; not a number where the optimizer makes its own."""
+    rate = group.get("lr", 1.0)
+    return math.nan if rate is None else float(rate)
+
+
 class FirstMove:
     """What a module was before its first step, and what the step was to move."""
 
     def __init__(self, module: nn.Module, released: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         """`released` has the gradient of every parameter, by its name; of a sharded one, of this process's rows."""
         parameters = dict(module.named_parameters())
-        rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+        rates = {id(p): _rate(group) for group in optimizer.param_groups for p in group["params"]}
         self._frozen = {name: (p, _digest(_here(p))) for name, p in parameters.items() if not p.requires_grad}
         self._moving = {
             name: (parameters[name], _here(parameters[name]).clone())
@@ -146,7 +153,7 @@ class FirstMove:
     @staticmethod
     def due(optimizer: Optimizer) -> bool:
         """Whether anything is to move at all: a schedule may begin with a rate of zero."""
-        return any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups)
+        return any(_rate(group) != 0 for group in optimizer.param_groups)
 
     def check(self) -> None:
         """After the step. Raises ValueError with the name of a parameter that is not as it should be."""

@@ -398,6 +398,11 @@ class Passes:
             )
         require_independent(self.module, modules)  # as it is now: its modes may have changed
         require_noised(self.module, self.parameters(), modules)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            raise ValueError(
+                "torch.autograd.detect_anomaly looks at every gradient of the examples: leave it out, or give it "
+                "check_nan=False. An example whose gradient is not finite counts as zero"
+            )
         kind = self.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError(
