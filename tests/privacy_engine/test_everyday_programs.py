@@ -14,6 +14,7 @@ from torch.distributions import Normal, kl_divergence
 import vestige
 from engine_checks import check
 from loops import flat, oracle
+from vestige.privacy_engine.microbatch_queue import MicrobatchQueue
 
 ROWS, BOUND = 9, 0.5
 
@@ -567,3 +568,12 @@ def test_a_check_of_the_users_own_is_a_look():
 
     with pytest.raises(ValueError, match="looks at a value of the examples"):
         stepped(checked, inputs().abs())
+
+
+@pytest.mark.parametrize("ending", [True, False])
+def test_a_program_that_ends_with_an_iterator_of_the_loader_computes_nothing(ending, monkeypatch):
+    queue, paused = MicrobatchQueue(), []
+    monkeypatch.setattr(queue, "pause", lambda: paused.append(True))
+    with queue.handed_out(lambda: ending):
+        pass
+    assert bool(paused) != ending

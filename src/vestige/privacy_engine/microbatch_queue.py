@@ -76,14 +76,16 @@ class MicrobatchQueue:
         self.listener()
 
     @contextmanager
-    def handed_out(self) -> Iterator[Callable[[Any], None]]:
-        """Inside, parts are drawn ahead of their use: they wait until they are handed to the user, one by one."""
+    def handed_out(self, ending: Callable[[], bool] = sys.is_finalizing) -> Iterator[Callable[[Any], None]]:
+        """Inside, parts are drawn ahead of their use: they wait until they are handed to the user, one by one. Where a
+        program is `ending`, its modules may be gone, and nothing is computed any more."""
         self._ahead, self.over = deque(), False
         try:
             yield self._hand_out
         finally:
             self._ahead, self.over = None, True
-            self.pause()
+            if not ending():
+                self.pause()
 
     def _hand_out(self, batch: Any) -> None:
         if self._ahead:
