@@ -196,7 +196,6 @@ def calls() -> dict[str, list[Call]]:
     made["diagonal"] += [
         Call(lambda x, y, d=d: torch.diagonal_scatter(x, y, **d), "f3 f2", True) for d in diagonals if "offset" not in d
     ]
-    made["rot90"] = [Call(lambda x, d=d: torch.rot90(x, 1, d), "f3") for d in ((0, 1), (1, 2), (0, 2))]
     made["cross"] += [Call(lambda x, y: torch.linalg.cross(x[:, None], y[:1, None]), "f3 f3")]
     made["attention"] = [
         Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), "f3 f3 f3", True),

@@ -799,7 +799,7 @@ TABLE: dict[Labeller, str] = {
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
     along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll glu _fft_r2c _fft_c2r "
-    "_fft_c2c rot90 cumsum_ cumprod_ _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
+    "_fft_c2c cumsum_ cumprod_ _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
     sorted_along: "sort",
     last_axes(1): "linear avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d "
     "reflection_pad1d replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d "
