@@ -30,7 +30,7 @@ from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, 
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, TrackedModel, require_unwritten
 from vestige.engines.independence import require_independent
-from vestige.engines.per_example.execution import unseen
+from vestige.engines.per_example.execution import unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine, differentiable
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
 from vestige.layout import Layout, compiled_in, device_of, modules_of
@@ -242,7 +242,8 @@ class Passes:
 
     def _writes(self) -> int:
         holders = (each for inner in modules_of(self.module) for each in (inner._parameters, inner._buffers))
-        return hash(tuple((id(t), t._version) for held in holders for t in held.values() if t is not None))
+        with unseen_by_functions():
+            return hash(tuple((id(t), t._version) for held in holders for t in held.values() if t is not None))
 
     # --- what has come back -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,16 @@ from torch.overrides import TorchFunctionMode
 
 from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
-from vestige.engines.example_axis.labels import NotApart, Read, Rows, Tracker, has_own_memory, in_transform, users_line
+from vestige.engines.example_axis.labels import (
+    NotApart,
+    Read,
+    Rows,
+    Tracker,
+    has_own_memory,
+    in_transform,
+    untransformed,
+    users_line,
+)
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen, unseen_by_functions
 from vestige.engines.per_example.fused_group_norm import group_norm
@@ -53,6 +62,8 @@ FACTS = (
     "__set__ __delete__"
 )
 """Functions that look at no value."""
+PLAIN = ((), (Tensor,), (Tensor, Tensor))
+"""Types of a call that no class of somebody else's answers."""
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The tracker sees what is passed to them."""
 EXPOSING = frozenset((Tensor.__cuda_array_interface__.__get__,))  # type: ignore[attr-defined]
@@ -95,26 +106,27 @@ class TrackedFunctions(TorchFunctionMode):
         tracker, name = self.tracker, function.__name__
         if name in _FACTS or (name == "__get__" and function not in EXPOSING) or isinstance(function, OPERATORS):
             return function(*args, **kwargs)
-        foreign = next(filter(_has_functions, types), None)
+        foreign = None if types in PLAIN else next(filter(_has_functions, types), None)
         if foreign is not None and torch._C._is_torch_function_enabled():
             with self:
                 return foreign.__torch_function__(function, types, args, kwargs)
         given = args[:1] if name in LIKE_THE_SECOND else args[1:] if name in LIKE_THE_FIRST else args
-        if (getattr(function, "__module__", None) or "").startswith("vestige."):
-            return function(*args, **kwargs)
         labels = tracker.labels
-        labelled = labels.among([_untransformed(each) for each in _tensors([given, kwargs])], {})
-        if not labelled:
+        with unseen_by_functions():
+            places = labels.memories((given, kwargs) if kwargs else given)
+        if not places or (getattr(function, "__module__", None) or "").startswith("vestige."):
             return function(*args, **kwargs)
         outer, labels.taken = labels.taken, set()
         try:
             found = function(*args, **kwargs)
-            with unseen_by_functions():
-                taken = labels.taken | {memory_of(each) for each in _tensors(found)}
-                seen = all(memory_of(tensor) in taken for tensor, _ in labelled)
+            missing = [place for place in places if place not in labels.taken]
+            if missing:
+                with unseen_by_functions():
+                    returned = {memory_of(each) for each in _tensors(found)}
+                missing = [place for place in missing if place not in returned]
         finally:
             labels.taken = None if outer is None else outer | labels.taken
-        if not seen:
+        if missing:
             tracker.note_read(Read(name.strip("_"), users_line()))
         return found
 
@@ -141,16 +153,9 @@ def _has_functions(kind: Any) -> bool:
     return own not in (ordinary, torch._C._disabled_torch_function_impl)
 
 
-def _untransformed(tensor: Tensor) -> Tensor:
-    """What a tensor of vmap's or grad's is made of."""
-    while in_transform(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def memory_of(tensor: Tensor) -> int:
     """What is known of a tensor is known of its storage, or of itself where it has none of its own."""
-    tensor = _untransformed(tensor)
+    tensor = untransformed(tensor)
     plain = tensor.layout == torch.strided and has_own_memory(type(tensor))
     return tensor.untyped_storage()._cdata if plain else id(tensor)
 
@@ -311,7 +316,9 @@ def _averaged(
 
 def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tracker = mode.tracker
-    if not tracker.labels.among([_untransformed(each) for each in _tensors(args)], {}):
+    with unseen_by_functions():
+        read = tracker.labels.memories(args)
+    if not read:
         return function(*args, **kwargs)
     tracker.note_read(Read(function.__name__.strip("_"), users_line()))
     with unseen():

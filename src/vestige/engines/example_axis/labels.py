@@ -276,6 +276,16 @@ def has_own_memory(kind: type[Tensor]) -> bool:
 
 in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is one of vmap's or grad's, which has no memory of its own."""
+STRIDED = torch.strided
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """What a tensor of vmap's or grad's is made of."""
+    while in_transform(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 UNFOLLOWED = "is made of examples and cannot be followed: use an ordinary tensor"
 
 
@@ -314,6 +324,23 @@ class Labels:
                         found.append((each, label))
                 elif type(each) in (list, tuple):
                     found += self.among(each, {})
+        return found
+
+    def memories(self, given: Iterable[Any]) -> list[int]:
+        """What says of tensors that depend on examples where their numbers are, in lists and dictionaries too: what is
+        made of them by a transform is theirs. Quicker than `among`."""
+        found: list[int] = []
+        for each in given:
+            if isinstance(each, Tensor):
+                tensor = untransformed(each) if in_transform(each) else each
+                own = tensor.layout is STRIDED and has_own_memory(type(tensor))
+                place = tensor.untyped_storage()._cdata if own else id(tensor)
+                if place in self._memory if own else self._found(tensor) is not None:
+                    found.append(place)
+            elif isinstance(each, list | tuple):
+                found += self.memories(each)
+            elif isinstance(each, dict):
+                found += self.memories(each.values())
         return found
 
     def holds(self, value: object) -> bool:
@@ -594,9 +621,16 @@ class Tracker(TorchDispatchMode):
         return label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, labels = kwargs or {}, self.labels
         if self.captured and not self.kept_elsewhere:
             self.kept_elsewhere = kept_elsewhere()
+        if not isinstance(func, OpOverload):  # it calls functions of the user's, who are followed there
+            return self._in_turn(func, args, kwargs or {})
+        with unseen_by_functions():  # a kernel: what is below was seen above
+            return self._in_turn(func, args, kwargs or {})
+
+    def _in_turn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """One of the trackers that are on applies the rules."""
+        labels = self.labels
         if len(labels.trackers) > 1:
             turn = labels.turn
             if turn is not None and turn is not self:
@@ -650,7 +684,7 @@ class Tracker(TorchDispatchMode):
 
     def finish(self, func: Any, found: Any, labels: Sequence[Label | None], args: Any, kwargs: Any) -> Any:
         """Label what an operator gave: one label for each of its outputs."""
-        outputs = found if isinstance(found, tuple | list) else (found,)
+        outputs = found if type(found) in (tuple, list) else (found,)
         written = written_by(func, args, kwargs)
         with unseen_by_functions():
             held = self._write(written, labels[0], args) if written else ()

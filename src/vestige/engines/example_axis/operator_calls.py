@@ -22,7 +22,7 @@ Kwargs = dict[str, Any]
 class Op:
     """One call of an operator: its arguments by name, what it gave, and the labels of its tensors."""
 
-    __slots__ = ("found", "func", "given", "labelled", "outputs", "tracker")
+    __slots__ = ("_args", "_given", "_kwargs", "found", "func", "labelled", "outputs", "tracker")
 
     def __init__(
         self, tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled, found: Any
@@ -30,8 +30,16 @@ class Op:
         self.tracker, self.func, self.found, self.outputs = tracker, func, found, outputs_of(found)
         self.labelled: list[tuple[Tensor, Any]] = labelled
         """The arguments with a label, lists of them included. A rule sees no mixed ones."""
-        names, defaults = _arguments(func)
-        self.given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        self._args, self._kwargs = args, kwargs
+        self._given: dict[str, Any] | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Its arguments by name."""
+        if self._given is None:
+            names, defaults = _arguments(self.func)
+            self._given = {**defaults, **dict(zip(names, self._args, strict=False)), **self._kwargs}
+        return self._given
 
     @property
     def name(self) -> str:
@@ -80,6 +88,10 @@ class Op:
     def broadcast(self, shape: Sequence[int], names: Collection[str] | None = None) -> Label | None:
         """The label of a function of numbers in the same place, of all arguments or of these."""
         chosen = None if names is None else [self.given.get(name) for name in names]
+        if chosen is None and len(self.labelled) == 1:
+            tensor, only = self.labelled[0]
+            if tensor.shape == shape:
+                return only  # type: ignore[no-any-return]
         found: Rows | None = None
         for tensor, label in self.labelled:
             if chosen is not None and not any(tensor is each for each in chosen):

@@ -83,7 +83,10 @@ def ruled(labeller: Labeller, run: Run = plainly) -> Rule:
                 given = moved(op) or given
             outputs = op.outputs
             labels = given if isinstance(given, list) else [given] * len(outputs)
-            if problem is None and first_mixed(labels) is not None:
+            if first_mixed(labels) is None:
+                tracker.finish(func, found, labels, args, kwargs)
+                return found
+            if problem is None:
                 if _of_a_batch_of_one(arguments):
                     labels = [_whole(each, arguments[0]) for each in outputs]
                 elif (own := of_slices_of_one(labelled)) is not None:
