@@ -239,13 +239,18 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
         return losses
     whole = losses.mean() if reduction == "mean" else losses.sum()
     if whole.grad_fn is not None:
-        whole.grad_fn.metadata[REDUCED] = reduction
+        _notes(whole.grad_fn)[REDUCED] = reduction
     return whole
 
 
 REDUCED = "vestige: how a loss is reduced over the batch"
 KEEPS_REDUCTION = ("AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0")
 """What a sum over the batch may go through and still be one; divided, it is what the user divides it by."""
+
+
+def _notes(node: Any) -> dict[str, str]:
+    """What is kept with a node of autograd's graph."""
+    return node.metadata  # type: ignore[no-any-return]
 
 
 def reductions_of(losses: Sequence[Tensor]) -> set[str]:
@@ -256,7 +261,7 @@ def reductions_of(losses: Sequence[Tensor]) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        kind = node.metadata.get(REDUCED)
+        kind = _notes(node).get(REDUCED)
         if kind is not None:
             found.add(kind)
         elif node.name() in KEEPS_REDUCTION:
