@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -75,6 +77,42 @@ class PaddedToTheLongest(PackedAndPadded):
     def forward(self, x, lengths):
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         return self.fc(pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0].mean(1))
+
+
+class OverTheLongest(PackedAndPadded):
+    """Divided by a number that is the longest sequence's, as the size of something packed shows it."""
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.fc(self.rnn(packed)[1][-1]) * 10 / len(packed.batch_sizes)
+
+
+class OverAllSteps(PackedAndPadded):
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.fc(self.rnn(packed)[1][-1]) * 10 / packed.data.shape[0]
+
+
+class OverWhatIsMade(PackedAndPadded):
+    """The same, by something that is made of the packed steps."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.fc(self.rnn(packed)[1][-1]) * 10 / self.size(packed.data)
+
+
+SIZES_OF_STEPS = {
+    "a column": lambda data: data[:, 0].shape[0],
+    "a product": lambda data: len(data @ torch.ones(data.shape[-1], 2)),
+    "ones": lambda data: torch.ones_like(data).sum() / 4,
+    "unbind": lambda data: len(data.unbind(0)),
+    "a list": lambda data: sum(1 for _ in data),
+    "a stride": lambda data: data.t().contiguous().stride(0),
+}
 
 
 def one_is_longer(n):
@@ -248,6 +286,32 @@ CASES = [
         model=PaddedToTheLongest,
         data=one_is_longer,
         daily=True,
+    ),
+    Case(
+        name="packed, and divided by the longest",
+        model=OverTheLongest,
+        data=one_is_longer,
+        refused={"loop": "looks at a value of the examples"},
+        daily=True,
+    ),
+    Case(
+        name="packed, and divided by all steps",
+        model=OverAllSteps,
+        data=one_is_longer,
+        refused={"loop": "looks at a value of the examples"},
+        daily=True,
+    ),
+    *(
+        Case(
+            name=f"packed, and divided by the steps of {name}",
+            model=partial(OverWhatIsMade, size),
+            data=one_is_longer,
+            refused="puts examples in another order"
+            if name == "ones"
+            else {"loop": "looks at a value of the examples"},
+            daily=True,
+        )
+        for name, size in SIZES_OF_STEPS.items()
     ),
     Case(
         name="packed and padded gru",

@@ -27,6 +27,7 @@ from vestige.engines.example_axis.labels import (
     Read,
     Rows,
     Tracker,
+    asked_by_user,
     has_own_memory,
     in_transform,
     untransformed,
@@ -104,6 +105,8 @@ class TrackedFunctions(TorchFunctionMode):
     def watched(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The function's result. What it is given of the examples, and passes to no operator, it has read."""
         tracker, name = self.tracker, function.__name__
+        if tracker.packed and _tells_of_lengths(tracker, function, name, args) and asked_by_user():
+            tracker.note_read(Read(name.strip("_"), users_line()))
         if name in _FACTS or (name == "__get__" and function not in EXPOSING) or isinstance(function, OPERATORS):
             return function(*args, **kwargs)
         foreign = None if types in PLAIN else next(filter(_has_functions, types), None)
@@ -143,6 +146,21 @@ def _seen(pack: Any) -> bool:
     """Whether a hook of saved tensors is torch's own, or has the mode on: an operator that saves calls it without."""
     ours = isinstance(pack, partial) and pack.func is _under
     return ours or (getattr(pack, "__module__", None) or "").startswith("torch.")
+
+
+SIZES = frozenset((
+    "size", "numel", "nelement", "__len__", "is_same_size", "shape", "nbytes", "stride", "storage_offset", "__iter__",
+    "unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit",
+))  # fmt: skip
+"""What follows from how many entries a tensor has, and functions that give as many tensors."""
+
+
+def _tells_of_lengths(tracker: Tracker, function: Any, name: str, args: Any) -> bool:
+    """Whether this may show how long packed sequences are together: the size of what is packed, or made of it."""
+    if (function.__self__.__name__ if name == "__get__" else name) not in SIZES:
+        return False
+    given = isinstance(args[0], Tensor) and not in_transform(args[0])
+    return given and reordered_examples.size_tells(tracker, args[0])
 
 
 @cache

@@ -515,6 +515,18 @@ def mixed(operator: str, why: str = "mixes examples", unknown: bool = False) -> 
     return Mixed(operator, users_line(), why, unknown)
 
 
+ASKING = ("before_dispatch.py", "torch/overrides.py", "torch/_tensor.py")
+"""Files through which a fact about a tensor is asked for."""
+
+
+def asked_by_user() -> bool:
+    """Whether code that is neither torch's nor ours asks for a fact about a tensor."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(ASKING):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(OUTSIDE)
+
+
 def users_line() -> str:
     """The nearest line that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
@@ -578,6 +590,8 @@ class Tracker(TorchDispatchMode):
         self.spans: list[tuple[float, float]] = []
         """Which nodes of autograd's graph are those of a private pass, by their numbers: sums over the examples that
         their backward passes make are kept apart, for gradients of parameters."""
+        self.packed = False
+        """Whether sequences have been packed: sizes of what was tell of the examples."""
         self.unknown: Mixed | None = None
         """The last operator without a rule that was given examples."""
 

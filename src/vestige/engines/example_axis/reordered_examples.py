@@ -44,6 +44,11 @@ class Permuted(Ordered):
 
 
 @dataclass(frozen=True)
+class Packed(Permuted):
+    """The same, of as many entries as the sequences have steps: how many tells of all of them."""
+
+
+@dataclass(frozen=True)
 class Positions(Ordered):
     """The tensor holds these positions."""
 
@@ -64,6 +69,12 @@ class Steps(Ordered):
     """The tensor says how many packed sequences go on at each step; before, they were padded to this width."""
 
     width: int = 0
+
+
+def size_tells(tracker: Tracker, tensor: Tensor) -> bool:
+    """Whether the size of a tensor may be that of packed sequences: it is packed, or made of what was."""
+    label = tracker.labels.get(tensor) if tracker.packed and tensor.dim() else None
+    return isinstance(label, Mixed) and (isinstance(label, Packed | Steps) or not isinstance(label, Ordered))
 
 
 def arranged(operator: str, rows: Rows, owners: Sequence[int]) -> Rows | Permuted:
@@ -275,11 +286,12 @@ def pack(tracker: Tracker, given: Tensor, lengths: Tensor, batch_first: bool) ->
         sizes = torch.tensor([sum(end > step for end in ends) for step in range(ends[0])])
     held = [owner for step in range(ends[0]) for owner, end in zip(owners, ends, strict=True) if end > step]
     after = mixed("pack_padded_sequence", WHY)
-    label = Permuted(after.operator, after.where, after.why, rows=rows.at(0), owners=tuple(held))
+    label = Packed(after.operator, after.where, after.why, rows=rows.at(0), owners=tuple(held))
     shape = (given.shape[0], given.shape[1])
     data: Tensor = _Moved.apply(given, tracker, _Move(True, before, label, places, shape))  # type: ignore[no-untyped-call]
     steps = Steps(after.operator, after.where, after.why, width=given.shape[1 - axis])
     tracker.labels.arrange(sizes, steps)
+    tracker.packed = True
     return data, sizes
 
 

@@ -38,7 +38,7 @@ from vestige.engines.example_axis.labels import (
 )
 from vestige.engines.example_axis.linear_operators import linear
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
-from vestige.engines.example_axis.reordered_examples import Ordered, moved, sorted_examples
+from vestige.engines.example_axis.reordered_examples import Ordered, moved, size_tells, sorted_examples
 from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_indices
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen_by_functions
@@ -885,7 +885,10 @@ NEW = (
 
 
 def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    return tracker.public(func, args, kwargs)
+    found = tracker.public(func, args, kwargs)
+    if "_like" in func.overloadpacket.__name__ and size_tells(tracker, args[0]):
+        return tracker.finish(func, found, [tracker.labels.get(args[0])], args, kwargs)
+    return found
 
 
 def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
