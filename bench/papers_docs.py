@@ -398,7 +398,7 @@ def fo(rows: Rows, times: Times) -> list[Claim]:
 
 
 RIVALS = ("dp-sam", "dp-sat", "dp-is", "dp-adam", "dp-adamw", "dp-adam-ac")
-LEVELS = (1.5, 2.0, 3.0, 4.0, 8.0)
+LEVELS = (1.75, 2.0, 3.0, 4.0, 8.0)
 """Epsilons at which figures over epsilon are read. Accuracy rises below 3, in the first five epochs: what is known there is
 from runs that were watched more closely."""
 SCANNED = tuple(paper_presets.find("fo-scan").full.contenders[1:])
