@@ -372,7 +372,7 @@ class Labels:
     def fills(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory of its own that is filled with sums, rather than stands for one."""
         memory = self._memory.get(tensor.untyped_storage()._cdata)
-        return memory is not None and isinstance(memory.region, SumCell)
+        return memory is not None and isinstance(vars(memory).get("region"), SumCell)  # where `fill` has put it
 
     def fill(self, tensor: Tensor, cell: SumCell) -> None:
         """The memory of a tensor is a sum over the examples."""
