@@ -161,6 +161,12 @@ def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: i
     return paper_sigma / (fresh_share * groups**0.5)
 
 
+NOT_CALLED = (
+    "hooks on parameters ({!r} has one) are not called: private passes leave no gradient there. Change the loss, or "
+    "what the optimizer does with the released gradient"
+)
+
+
 class RowsNotApart(ValueError):
     """A refusal of the program, whatever rows it met: examples are not proved to stay apart, or are of no such kind."""
 

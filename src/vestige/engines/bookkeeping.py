@@ -104,6 +104,8 @@ class BookKeeping:
                         "be bounded: compute it of each example by itself"
                     ) from None
                 self._say_left(str(problem))
+            finally:
+                self.labels.let_go(self.proved.tracker)
         return None
 
     def users_of(self, term: Term) -> UserRows | None:

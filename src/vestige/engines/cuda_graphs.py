@@ -359,6 +359,7 @@ class Captured:
         draws = host_draws(), device_draws(device)
         with as_captured(self.engine.proved.tracker, full):
             self.engine.gradients_of(mean)
+        self.engine.labels.let_go(self.engine.proved.tracker)
         restore_host_draws(draws[0])
         restore_device_draws(draws[1], device)
         give_back(device)
@@ -496,6 +497,7 @@ class CapturedStep:
         term = Term(self.mean.weight, self.mean.point, tuple(self.batch), views, self.counts)
         with as_captured(self.engine.proved.tracker, self.full):
             found = gradients([self.engine.gradients_of(term)], self.total)
+        self.engine.labels.let_go(self.engine.proved.tracker)
         users = self.engine.users_of(term)
         real, examples = self.place < self.count, self.rows
         if users is not None:

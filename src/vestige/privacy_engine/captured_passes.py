@@ -559,11 +559,13 @@ class CapturedForm:
                 outputs.append(edge)
                 back.append(signal)
                 tracker.label_rows(signal, rows, self._batch)
+        labels, factors = self.owner.tracking.labels, dict(self.owner.tracking.labels.held)
         with self.owner.tracking.model(fresh=True), self.owner.model.installed({}):
             tracker.spans.append(EVERYWHERE)
             torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
             tracker.spans.clear()
-        self.owner.tracking.labels.prune()  # what is known of sums is large, and would lie beside the next capture's
+        labels.held = factors  # nobody's code runs before these are clipped
+        labels.prune()  # what is known of sums is large, and would lie beside the next capture's
         return uses
 
     def _run_clip(self, rows: int) -> None:

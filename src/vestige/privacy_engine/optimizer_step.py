@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
+from vestige.checks import NOT_CALLED
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
 from vestige.engines.per_example.execution import unseen
 from vestige.layout import Layout
@@ -293,11 +294,7 @@ class PrivateSteps(HoldsKey):
             hooked = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
             if hooked and not self._told_of_hooks and self.passes.sharded is None:
                 self._told_of_hooks = True
-                warnings.warn(
-                    f"hooks on parameters ({name!r} has one) are not called: private passes leave no gradient there. "
-                    "Change the loss, or what the optimizer does with the released gradient",
-                    stacklevel=5,
-                )
+                warnings.warn(NOT_CALLED.format(name), stacklevel=5)
 
     def learner(self) -> Learner:
         """Made with the first step, when the model is where it is trained."""

@@ -135,6 +135,7 @@ class Tracking:
         self.tracker.spans.clear()
         self.clean_up()
         self._forget_losses()
+        self.labels.let_go(self.tracker)
         self.labels.prune()
 
     def _off(self) -> bool:

@@ -24,7 +24,7 @@ from vestige.accounting.ledger import Budget as Limit
 from vestige.accounting.ledger import LedgerError
 from vestige.accounting.odometers_and_filters import FilteredBudget, Reserving
 from vestige.budget.spending import Budget, Provenance, attach, continued, of_users
-from vestige.checks import RowsNotApart, check_number, check_steps, renamed, require
+from vestige.checks import NOT_CALLED, RowsNotApart, check_number, check_steps, renamed, require
 from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured, sizes_of
@@ -594,6 +594,9 @@ class Training(HoldsKey):
         if shards is not None:
             rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
             require_summable(self.plan.sample_rate * self._population, rounded, self.group)
+        for name, parameter in self.layout.parameters(model).items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                warnings.warn(NOT_CALLED.format(name), stacklevel=3)
         self._admissible = self._admissible_labels(examples, loss)
         self._shielded = False
         self._read = 0

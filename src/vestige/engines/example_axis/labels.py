@@ -78,12 +78,14 @@ class SumCell:
     """SENSITIVE: memory that a backward pass would fill with a sum over all examples of a batch: each one's part of it,
     in factored form (`sums`). `uses` are gradients that all add up."""
 
-    __slots__ = ("batch", "count", "known", "uses")
+    __slots__ = ("batch", "count", "known", "mixed", "uses")
 
     def __init__(self, uses: Sequence[Any], count: int, batch: int) -> None:
         self.uses, self.count, self.batch = uses, count, batch
         self.known: dict[tuple[ViewCall, ...], Any] = {}
         """The parts of views, until it is written to."""
+        self.mixed: Mixed | None = None
+        """What was written to it, if that was no sum of the examples' parts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,8 +304,10 @@ class Labels:
         """Those that are on and share these labels: one of them applies the rules."""
         self.turn: Tracker | None = None
         """That one: the one whose model is called, or the first that meets an operator."""
-        self._sums: dict[int, Memory] = {}
+        self.sums: dict[int, Memory] = {}
         """Of sums over the examples, whose parts are large: what is known goes with the memory."""
+        self.held: dict[int, tuple[StorageWeakRef, Tracker]] = {}
+        """Memory of the examples' that parts of sums are made of until they are clipped, and in whose passes."""
         self.laid: tuple[StorageWeakRef, int, Tensor] | None = None
         """A storage of long rows of odd width, its version, and the same rows as matrix products read them faster."""
         self.taken: set[int] | None = None
@@ -380,7 +384,7 @@ class Labels:
         storage, view = tensor.untyped_storage(), view_of(tensor)
         self._memory[storage._cdata] = memory = Memory(storage, view, Summed(cell))
         memory.region, memory.known = cell, {}
-        self._sums[storage._cdata] = memory
+        self.sums[storage._cdata] = memory
 
     @staticmethod
     def _derived(region: Region | Pieces | Mixed | None, geometry: Geometry) -> Label:
@@ -413,12 +417,12 @@ class Labels:
             self._memory[storage._cdata] = memory = Memory(storage, view, label)
         if isinstance(label, Summed):
             self._forget_sums()
-            self._sums[storage._cdata] = memory
+            self.sums[storage._cdata] = memory
 
     def _forget_sums(self) -> None:
         """What is known of sums that nobody holds any more."""
-        for key in [key for key, each in self._sums.items() if each.ref.expired()]:
-            over = self._sums.pop(key)
+        for key in [key for key, each in self.sums.items() if each.ref.expired()]:
+            over = self.sums.pop(key)
             if self._memory.get(key) is over:
                 del self._memory[key]
 
@@ -466,9 +470,17 @@ class Labels:
             return torch.equal(first, torch.arange(size, dtype=index.dtype, device=index.device))
 
     def no_longer_known(self, written: Sequence[Tensor]) -> None:
-        """What held 0, 1, 2, ..., or zeros, was written to."""
+        """What held 0, 1, 2, ..., or zeros, was written to. Raises `NotApart` if gradients are still made of it."""
         for tensor in written:
             storage = tensor.untyped_storage()._cdata
+            if storage in self.held:
+                raise NotApart(
+                    mixed(
+                        "a write",
+                        "changes what gradients are made of until the step, so write there after it",
+                        unknown=True,
+                    )
+                )
             self.identity.pop(storage, None)
             self.zeros.pop(storage, None)
 
@@ -478,6 +490,16 @@ class Labels:
             if tensor.layout == torch.strided and has_own_memory(type(tensor)) and covers(tensor):
                 storage = tensor.untyped_storage()
                 self.zeros[storage._cdata] = StorageWeakRef(storage)
+
+    def hold(self, factor: Tensor, tracker: Tracker) -> None:
+        """A gradient that is still to be clipped is made of this: what is of the examples must stay as it is."""
+        storage = factor.untyped_storage()
+        if storage._cdata in self._memory:
+            self.held[storage._cdata] = StorageWeakRef(storage), tracker
+
+    def let_go(self, tracker: Tracker) -> None:
+        """What was made of its passes is clipped, or given up."""
+        self.held = {key: each for key, each in self.held.items() if each[1] is not tracker}
 
     def zero(self, value: Tensor | complex) -> bool:
         """Whether something public is zero, as far as that can be asked."""
@@ -492,7 +514,7 @@ class Labels:
         """Forget memory that nobody holds any more."""
         self.laid = None
         self._forget_sums()
-        for sum_ in self._sums.values():  # of a pass that is over: autograd still holds some where one broke off
+        for sum_ in self.sums.values():  # of a pass that is over: autograd still holds some where one broke off
             sum_.region, sum_.known = mixed("a sum over the batch", "was kept from an earlier pass"), {}
         self._memory = {key: each for key, each in self._memory.items() if not each.ref.expired()}
         self.identity = {key: each for key, each in self.identity.items() if not each[0].expired()}
@@ -502,11 +524,12 @@ class Labels:
         """Whether somebody holds memory that depends on examples, besides that of these tensors. What stands for a sum
         has no numbers."""
         self.prune()
-        return not self._memory.keys() - self._sums.keys() <= {each.untyped_storage()._cdata for each in besides}
+        return not self._memory.keys() - self.sums.keys() <= {each.untyped_storage()._cdata for each in besides}
 
     def clear(self) -> None:
         self._memory.clear()
-        self._sums.clear()
+        self.sums.clear()
+        self.held.clear()
         self.identity.clear()
         self.zeros.clear()
 
@@ -667,7 +690,7 @@ class Tracker(TorchDispatchMode):
         if self.labels.taken is not None:
             with unseen_by_functions():
                 self.labels.taken.update([each.untyped_storage()._cdata for each, _ in labelled])
-        if self.spans and any(type(label) is Summed for _, label in labelled):
+        if self.labels.sums and any(type(label) is Summed for _, label in labelled):
             return _linear[0](self, func, args, kwargs, labelled)
         rule = rule_of(func)
         if labelled and rule.of_one_example and (label := of_one_example(labelled)) is not None:
@@ -691,6 +714,8 @@ class Tracker(TorchDispatchMode):
     def stand_in(self, like: Tensor, shape: Sequence[int], label: Summed, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor without numbers for a sum over the examples."""
         made = like.new_empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype)
+        if made.numel():
+            made.as_strided((1,), (1,)).zero_()  # whoever looks at it sees nothing of what lay there
         self.labels.set(made, label)
         return made
 

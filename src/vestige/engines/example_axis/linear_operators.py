@@ -21,6 +21,7 @@ from vestige.engines.example_axis.labels import (
     Label,
     Labelled,
     Mixed,
+    NotApart,
     SumCell,
     Summed,
     Tracker,
@@ -78,6 +79,13 @@ GRADIENTS = ("signal", "grad_output", "grad_out", "grad", "grad_w", "gradOutput"
 """What backward operators call it."""
 OTHER_NUMBERS = frozenset(["_to_copy", "_fft_r2c", "_fft_c2r", "real", "imag", "view_as_real", "view_as_complex"])
 """Operators whose output is of another type than their input."""
+LINEAR_IN = {
+    "linalg_solve_triangular": ("B",),
+    "linalg_lu_solve": ("B",),
+    "cholesky_solve": ("self",),
+    "convolution": ("input", "weight"),
+}
+"""Of operators that are not linear in every argument, or add something public: in which they are."""
 FEW = 8
 """Uses that an operator is applied to each by itself, where adding them up first would take too much memory."""
 Made = Sequence[tuple[Gradient, Sequence[int]] | None] | None
@@ -98,9 +106,12 @@ def linear(tracker: Tracker, func: Any, args: Args, kwargs: Kwargs, labelled: La
         label = first or mixed(name, "is not linear in a sum over the batch", unknown=True)
         written = written_by(func, args, kwargs)
         for each in written:
+            own = tracker.labels.get(each)
+            if isinstance(own, Summed):
+                own.cell.mixed = label  # whatever other names it has
             tracker.labels.set(each, label)
     if written:  # without running: what stands for a sum has no memory to write to
-        return args[0]
+        return args[0] if func._schema.returns else None
     return rule_of(func).apply(tracker, func, args, kwargs, [(tensor, label) for tensor, _ in labelled])
 
 
@@ -132,6 +143,8 @@ def _view(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labell
 def uses_of(label: Summed) -> Uses:
     """Each example's part of what a tensor shows of a sum."""
     cell = label.cell
+    if cell.mixed is not None:
+        raise NotApart(cell.mixed)
     if label.views not in cell.known:
         uses = complete(cell.uses)
         for call in label.views:
@@ -339,6 +352,8 @@ def _no_constant(call: Linear, place: str) -> bool:
     op, name = call.op, call.name
     if name in ("masked_fill", "constant_pad_nd"):
         return op.tracker.labels.zero(op["value"])
+    if name in LINEAR_IN:
+        return place in LINEAR_IN[name] and op.given.get("bias") is None
     if name in ("index_put", "index_add", "scatter", "scatter_add", "_index_put_impl", "_unsafe_index_put"):
         return place != "self" and op.tracker.labels.zero(op["self"])
     return name not in ("index", "index_select", "gather") or place == "self"
@@ -372,7 +387,10 @@ def _scaled(call: Linear) -> Made:
     if isinstance(parts, Outer) and shape == call.shape and other.shape in (shape[1:], (1, *shape[1:])):
         return [(Outer(parts.left, wide(parts.right) * other.reshape(-1)), shape)]
     mapped = None if other.is_complex() or call.tensor.is_complex() else call.by_filter()
-    if mapped is not None and (shape == call.shape or not mapped.own):
+    first = (len(shape), shape[:1]) == (len(call.shape), call.shape[:1]) and call.shape[:1] == (
+        getattr(mapped, "filters", -1),
+    )
+    if mapped is not None and (shape == call.shape or (first and not mapped.own)):
         return [(mapped.scaled(other, shape), shape)]
     rank = len(shape) - len(call.shape)
 
@@ -498,6 +516,8 @@ def _added(op: Op) -> Any:
     """Several sums added up; or parts of single examples to one."""
     one, other, alpha = op["self"], op["other"], op.given.get("alpha", 1) * (-1 if op.name.startswith("sub") else 1)
     labels = op.tracker.labels
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return None
     first, second = (_as_sum(each, labels.get(each)) for each in (one, other))
     if first is None and isinstance(second, Summed) and not op.func._schema.is_mutable and labels.zero(one):
         first = Summed(SumCell((), second.cell.count, second.cell.batch))

@@ -435,7 +435,7 @@ def _resolved(tracker: Tracker, tensor: Tensor) -> Tensor:
 def _outputs(op: Op, label: Rows, uses: Parts, back: Tensor | None = None) -> Any:
     """`back` is the gradient of the input, where it was made with the others."""
     tracker, like = op.tracker, op.labelled[0][0]
-    cells = [SumCell([_without_graph(part) for part in each], label.count, label.batch) for each in uses]
+    cells = [SumCell([_kept(tracker, part) for part in each], label.count, label.batch) for each in uses]
     if "output_mask" not in op.given:
         if op.func._schema.is_mutable:
             return op["self"] if fill(tracker, op["self"], uses[0], label) else None
@@ -455,9 +455,15 @@ def _outputs(op: Op, label: Rows, uses: Parts, back: Tensor | None = None) -> An
     return tuple(found)
 
 
-def _without_graph(part: Gradient | OfOne) -> Gradient | OfOne:
-    """A saved activation knows the graph that it came from, at whose ends parameters wait for what is made of it."""
-    return OfOne(part.value.detach(), part.label) if isinstance(part, OfOne) else change(part, Tensor.detach)
+def _kept(tracker: Tracker, part: Gradient | OfOne) -> Gradient | OfOne:
+    """Until it is clipped. A saved activation knows the graph that it came from, at whose ends parameters wait for what
+    is made of it."""
+
+    def kept(factor: Tensor) -> Tensor:
+        tracker.labels.hold(factor, tracker)
+        return factor.detach()
+
+    return OfOne(kept(part.value), part.label) if isinstance(part, OfOne) else change(part, kept)
 
 
 def fill(tracker: Tracker, into: Tensor, uses: Sequence[Gradient | OfOne], of: Rows | SumCell) -> bool:

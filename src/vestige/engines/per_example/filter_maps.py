@@ -49,7 +49,8 @@ class FilterMap:
     def scaled(self, factor: Tensor, shape: Sequence[int]) -> FilterMap:
         """Times numbers, broadcast to a shape."""
         each = wide(factor).expand(*shape).reshape(self.filters, -1)
-        alike = factor.numel() == 1 or (factor.dim() == len(shape) and factor.shape[1:].numel() == 1)
+        by_filter = factor.dim() == len(shape) and factor.shape[1:].numel() == 1 and shape[0] == self.filters
+        alike = factor.numel() == 1 or by_filter
         each = each[:, :1] if alike else each
         own, ups = (tuple(one * each for one in some) for some in (self.own, self.ups))
         return replace(self, own=own, ups=ups, shape=tuple(shape))

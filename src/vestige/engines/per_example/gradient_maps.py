@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
 
@@ -82,9 +82,16 @@ def placed(gradient: Gradient, before: Sequence[int], region: Place, after: Sequ
     if isinstance(gradient, Within) and region.contiguous:
         inner = replace(gradient.place, offset=gradient.place.offset + region.offset)
         return Within(gradient.of, inner, tuple(after))
-    if isinstance(gradient, Within):
-        gradient = carried(gradient, Tensor.detach, prod(before), 0)
+    if not region.contiguous and _has_places(gradient):  # which are those of contiguous memory
+        gradient = Dense(wide(gradient.dense()))
     return Within(gradient, region, tuple(after))
+
+
+def _has_places(gradient: Gradient) -> bool:
+    """Whether it, or a part of it, is of some numbers only."""
+    held = (getattr(gradient, field.name) for field in fields(gradient))  # type: ignore[arg-type]
+    inside = (each for value in held for each in (value if isinstance(value, tuple) else (value,)))
+    return isinstance(gradient, Within) or any(_has_places(each) for each in inside if hasattr(each, "norms"))
 
 
 def times(gradient: Gradient, factor: float | Tensor) -> Gradient:

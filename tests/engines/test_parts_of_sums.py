@@ -1,0 +1,258 @@
+"""Are each example's parts of a sum what they were when they were proved, in the right place, and nobody else's?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import vestige
+from loops import flat, oracle
+
+ROWS, BOUND = 8, 0.5
+
+
+def data():
+    torch.manual_seed(5)
+    return torch.randn(ROWS, 6), torch.randint(3, (ROWS,))
+
+
+class Layers(nn.Module):
+    """`inside` is called with the activation between the layers."""
+
+    def __init__(self, inside=lambda model, hidden: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.inside = nn.Linear(6, 6), nn.Linear(6, 3), inside
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x)) * 1
+        self.inside(self, hidden)
+        return self.last(hidden)
+
+
+class Weight(nn.Module):
+    """A weight that is a function of parameters."""
+
+    def __init__(self, function, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.function = nn.ParameterList([torch.randn(shape) for shape in shapes]), function
+
+    def forward(self, x):
+        return self.function(x, *self.parts)
+
+
+def looped(make, after=lambda x: None):
+    """The clipped sum of a step of a loop; `after` is called between the backward pass and the step."""
+    model = make()
+    before = flat(model)
+    engine = vestige.PrivacyEngine(reproducible=3)
+    private, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1e-7,
+        data_loader=DataLoader(TensorDataset(*data()), batch_size=ROWS), max_grad_norm=BOUND,
+    )  # fmt: skip
+    try:
+        for x, y in loader:
+            F.cross_entropy(private(x), y).backward()
+            after(x)
+            optimizer.step()
+    finally:
+        engine.close()
+    return (before - flat(model)) * ROWS
+
+
+def trained(make):
+    model = make()
+    before = flat(model)
+    options = {"noise_multiplier": 1e-7, "delta": 1e-5, "steps": 1, "sample_rate": 1.0, "lr": 1.0, "reproducible": 3}
+    vestige.train(model, F.cross_entropy, data(), max_grad_norm=BOUND, **options).run()
+    return (before - flat(model)) * ROWS
+
+
+def expected(make):
+    def loss(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    return torch.as_tensor(oracle(make(), loss, list(zip(*data(), strict=True)), BOUND))
+
+
+def same(found, make):
+    torch.testing.assert_close(found.double(), expected(make).double(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(x[:1, :1].sign()),
+        lambda x: x.data.mul_(2),
+        lambda x: torch.mul(x, 2, out=x),
+        lambda x: x.zero_(),
+        lambda x: x[1:].copy_(x[:-1].clone()),
+    ],
+)
+def test_what_gradients_are_made_of_stays_as_it_is_until_the_step(write):
+    with pytest.raises(ValueError, match="changes what gradients are made of until the step"):
+        looped(Layers, write)
+    same(looped(Layers), Layers)
+
+
+def test_an_input_may_be_used_again_after_the_step():
+    x = torch.zeros(ROWS, 6)
+
+    class Copying(Layers):
+        def forward(self, given):
+            return super().forward(x.copy_(given).clone())
+
+    for _ in range(2):
+        same(looped(Copying), Layers)
+
+
+def mixes_the_activation(model, hidden):
+    kept = hidden.detach()
+    hidden.register_hook(lambda gradient: (kept.mul_(kept[:1, :1].sign()), None)[1])
+
+
+def mixes_the_gradient(model, hidden):
+    kept = []
+    model.last.register_full_backward_hook(lambda layer, inner, outer: kept.append(outer[0]))
+    hidden.register_hook(lambda gradient: [each.mul_(each[:1, :1].sign()) for each in kept] and None)
+
+
+@pytest.mark.parametrize("inside", [mixes_the_activation, mixes_the_gradient])
+def test_a_hook_changes_nothing_that_gradients_are_made_of(inside):
+    with pytest.raises(ValueError, match="changes what gradients are made of until the step"):
+        looped(lambda: Layers(inside))
+
+
+class Scratch(torch.autograd.Function):
+    """Both products are made in one buffer."""
+
+    @staticmethod
+    def forward(ctx, x, one, other):
+        ctx.save_for_backward(x, one, other)
+        return x.sin() @ one + x.cos() @ other
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, one, other = ctx.saved_tensors
+        buffer = torch.sin(x)
+        first = buffer.t() @ gradient
+        torch.cos(x, out=buffer)
+        return None, first, buffer.t() @ gradient
+
+
+def test_a_buffer_that_is_filled_again_is_not_taken_for_what_it_was():
+    def make():
+        return Weight(Scratch.apply, (6, 3), (6, 3))
+
+    with pytest.raises(ValueError, match="changes what gradients are made of until the step"):
+        looped(make)
+    with pytest.warns(UserWarning, match="left to the reference engine"):
+        found = trained(make)
+    same(found, make)
+
+
+def gates(x, weight):
+    one, other = weight[:, :6], weight[:, 6:]
+    first = torch.stack([x @ one[place] for place in range(3)], 1)
+    return torch.tanh(first) * torch.sigmoid(torch.stack([x @ other[place] for place in range(3)], 1))
+
+
+def columns(x, weight):
+    parts = [weight[:, place : place + 1].unbind(0) for place in range(3)]
+    return torch.cat([sum(x[:, :1] * row for row in part) for part in parts], 1)
+
+
+FUNCTIONS = {
+    "rows of columns": (gates, (3, 12)),
+    "columns one by one": (columns, (6, 3)),
+    "scaled, then in another shape": (lambda x, v, s: x @ (v * s).reshape(6, 3), (9, 2), (9, 1)),
+    "masked, then in another shape": (
+        lambda x, v: F.linear(x, v.masked_fill(torch.arange(9)[:, None] % 2 == 0, 0).reshape(3, 6) * 1.5), (9, 2)
+    ),
+    "a norm over the first axis": (
+        lambda x, u, v: F.linear(x, u * torch.linalg.vector_norm(v, dim=0)[:, None]), (3, 6), (4, 3)
+    ),
+    "solved by a parameter": (
+        lambda x, a, b: x @ torch.linalg.solve_triangular(a.triu() + 4 * torch.eye(6), b, upper=True), (6, 6), (6, 3)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [looped, trained])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parts_are_put_where_they_belong(name, way):
+    function, *shapes = FUNCTIONS[name]
+
+    def make():
+        return Weight(function, *shapes)
+
+    same(way(make), make)
+
+
+WRITES = {
+    "clamp_": lambda gradient: gradient[0].clamp_(-0.01, 0.01),
+    "fill_": lambda gradient: gradient[0].fill_(1.0),
+    "sign_": lambda gradient: gradient.view(-1).sign_(),
+    "normal_": lambda gradient: gradient[0].normal_(),
+    "add_": lambda gradient: gradient[0].add_(1.0),
+    "detach": lambda gradient: gradient.detach().clamp_(-0.01, 0.01),
+    "foreach": lambda gradient: torch._foreach_clamp_min_([gradient], 0.1),
+}
+
+
+class Hooked(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.write = nn.Parameter(torch.randn(3, 6)), write
+
+    def forward(self, x):
+        weight = self.weight * 1
+        weight.register_hook(lambda gradient: (self.write(gradient), None)[1])
+        return F.linear(x, weight)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_through_a_view_of_a_sum_is_not_lost(write):
+    with pytest.raises(ValueError, match="not linear in a sum over the batch|without a rule"):
+        looped(lambda: Hooked(WRITES[write]))
+
+
+@pytest.mark.parametrize("write", [lambda g: g[0].zero_(), lambda g: g.mul_(0.5), lambda g: g[:, 2].mul_(3.0)])
+@pytest.mark.parametrize("way", [looped, trained])
+def test_linear_writes_to_a_sum_are_followed(write, way):
+    same(way(lambda: Hooked(write)), lambda: Hooked(write))
+
+
+def test_a_sum_that_is_kept_shows_nothing():
+    kept = []
+    looped(lambda: Hooked(kept.append))
+    assert not kept[0].detach().numpy().any()
+
+
+def test_a_sum_that_is_kept_is_refused_in_a_later_pass():
+    kept = []
+
+    class Keeping(Hooked):
+        def forward(self, x):
+            return F.linear(x, self.weight + kept[0]) if kept else super().forward(x)
+
+    model = Keeping(kept.append)
+    looped(lambda: model)
+    with pytest.raises(ValueError, match="a sum over the batch"):
+        looped(lambda: model)
+
+
+@pytest.mark.parametrize("way", [looped, trained])
+def test_hooks_on_parameters_are_said_not_to_be_called(way):
+    def make():
+        model = Layers()
+        model.first.weight.register_hook(lambda gradient: gradient * 0.5)
+        return model
+
+    with pytest.warns(UserWarning, match="hooks on parameters .* are not called"):
+        way(make)
