@@ -166,15 +166,22 @@ def columns(x, weight):
     return torch.cat([sum(x[:, :1] * row for row in part) for part in parts], 1)
 
 
+def wide(x):
+    """As wide as gradients of a layer of one position that are kept as outer products."""
+    return x @ torch.linspace(-1, 1, 6 * 32, dtype=x.dtype).reshape(6, 32).cos()
+
+
 FUNCTIONS = {
     "rows of columns": (gates, (3, 12)),
     "columns one by one": (columns, (6, 3)),
-    "scaled, then in another shape": (lambda x, v, s: x @ (v * s).reshape(6, 3), (9, 2), (9, 1)),
+    "scaled, then in another shape": (
+        lambda x, v, s: F.linear(wide(x), (v * s).reshape(3, 32) * wide(torch.eye(3, 6, dtype=x.dtype))), (6, 16), (6, 1)
+    ),
     "masked, then in another shape": (
-        lambda x, v: F.linear(x, v.masked_fill(torch.arange(9)[:, None] % 2 == 0, 0).reshape(3, 6) * 1.5), (9, 2)
+        lambda x, v: F.linear(wide(x), v.masked_fill(torch.arange(6)[:, None] % 2 == 0, 0).reshape(3, 32) * wide(torch.eye(3, 6, dtype=x.dtype))), (6, 16)
     ),
     "a norm over the first axis": (
-        lambda x, u, v: F.linear(x, u * torch.linalg.vector_norm(v, dim=0)[:, None]), (3, 6), (4, 3)
+        lambda x, u, v: F.linear(wide(x), u * torch.linalg.vector_norm(v, dim=0)[:, None]), (3, 32), (4, 3)
     ),
     "solved by a parameter": (
         lambda x, a, b: x @ torch.linalg.solve_triangular(a.triu() + 4 * torch.eye(6), b, upper=True), (6, 6), (6, 3)
