@@ -110,6 +110,32 @@ def test_an_input_may_be_used_again_after_the_step():
         same(looped(Copying), Layers)
 
 
+def test_what_is_public_stays_as_it_is_too():
+    """An example that was written over it would decide about all."""
+    kept = []
+
+    class Constant(Layers):
+        def forward(self, x):
+            kept.append(torch.ones(len(x), 6))
+            return self.last(self.first(kept[-1]) * x)
+
+    with pytest.raises(ValueError, match="changes what gradients are made of until the step"):
+        looped(Constant, lambda x: kept.pop().mul_(x[:1, :1].sign()))
+
+
+def test_gradients_that_are_discarded_are_made_of_nothing():
+    model = Layers()
+    private, optimizer, loader = vestige.PrivacyEngine(reproducible=3).make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1e-7,
+        data_loader=DataLoader(TensorDataset(*data()), batch_size=ROWS), max_grad_norm=BOUND,
+    )  # fmt: skip
+    x, y = next(iter(loader))
+    F.cross_entropy(private(x), y).backward()
+    optimizer.zero_grad()
+    x.zero_()
+    optimizer.zero_grad()
+
+
 def mixes_the_activation(model, hidden):
     kept = hidden.detach()
     hidden.register_hook(lambda gradient: (kept.mul_(kept[:1, :1].sign()), None)[1])
@@ -198,6 +224,43 @@ def test_parts_are_put_where_they_belong(name, way):
         return Weight(function, *shapes)
 
     same(way(make), make)
+
+
+class Chosen(torch.autograd.Function):
+    """Its backward pass makes something larger of a sum, and adds what is no longer zero."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.expand(3, 6).clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.where(torch.tensor(True), gradient.sum(0), torch.zeros(3, 6)).mean(0)
+
+
+class Filled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        zeros = torch.zeros_like(gradient)
+        zeros.numpy().fill(1.0)
+        return gradient + zeros
+
+
+@pytest.mark.parametrize("way", [looped, trained])
+def test_a_choice_between_a_sum_and_something_larger(way):
+    def make():
+        return Weight(lambda x, weight: F.linear(x, Chosen.apply(weight)), (6,))
+
+    same(way(make), make)
+
+
+def test_what_numpy_has_filled_is_not_zero():
+    with pytest.raises(ValueError, match="not linear in a sum over the batch"):
+        looped(lambda: Weight(lambda x, weight: F.linear(x, Filled.apply(weight)), (3, 6)))
 
 
 WRITES = {

@@ -250,6 +250,7 @@ class Passes:
     def discard(self) -> None:
         """Forget the passes since the last call of `step`, as `zero_grad` does in ordinary training."""
         self._pending = []
+        self.tracking.labels.let_go(self.tracking.tracker)
 
     def close_part(self) -> bool:
         """Clip what the passes since the last call of `step` left, each example once, and add it to the sum of its

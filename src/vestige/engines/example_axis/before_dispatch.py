@@ -91,6 +91,10 @@ class TrackedFunctions(TorchFunctionMode):
             return self.called(function, types, args, kwargs or {})
 
     def called(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        zeros = self.tracker.labels.zeros
+        if zeros and getattr(function, "__name__", "") in SHOWING and not in_transform(args[0]):
+            with unseen_by_functions():
+                zeros.pop(memory_of(args[0]), None)  # it may be written to in ways that are not followed
         handler = HANDLERS.get(function)
         if handler is not None:
             return handler(self, function, args, kwargs)
@@ -148,6 +152,8 @@ def _seen(pack: Any) -> bool:
     return ours or (getattr(pack, "__module__", None) or "").startswith("torch.")
 
 
+SHOWING = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage"))
+"""Functions that show a tensor's memory to others."""
 SIZES = frozenset((
     "size", "numel", "nelement", "__len__", "is_same_size", "shape", "nbytes", "stride", "storage_offset", "__iter__",
     "unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit",

@@ -307,7 +307,7 @@ class Labels:
         self.sums: dict[int, Memory] = {}
         """Of sums over the examples, whose parts are large: what is known goes with the memory."""
         self.held: dict[int, tuple[StorageWeakRef, Tracker]] = {}
-        """Memory of the examples' that parts of sums are made of until they are clipped, and in whose passes."""
+        """Memory that parts of sums are made of until they are clipped, and in whose passes."""
         self.laid: tuple[StorageWeakRef, int, Tensor] | None = None
         """A storage of long rows of odd width, its version, and the same rows as matrix products read them faster."""
         self.taken: set[int] | None = None
@@ -492,10 +492,9 @@ class Labels:
                 self.zeros[storage._cdata] = StorageWeakRef(storage)
 
     def hold(self, factor: Tensor, tracker: Tracker) -> None:
-        """A gradient that is still to be clipped is made of this: what is of the examples must stay as it is."""
+        """A gradient that is still to be clipped is made of this: it must stay as it is, also where it is public."""
         storage = factor.untyped_storage()
-        if storage._cdata in self._memory:
-            self.held[storage._cdata] = StorageWeakRef(storage), tracker
+        self.held[storage._cdata] = StorageWeakRef(storage), tracker
 
     def let_go(self, tracker: Tracker) -> None:
         """What was made of its passes is clipped, or given up."""

@@ -436,7 +436,8 @@ def _multiplied(call: Linear) -> Made:
         return [(turned, shape)]
     if left.dim() == 2 and isinstance(parts, Dense) and left.shape[1] < min(shape):  # a factor of few columns
         each = wide(parts.value)
-        of_few = (each.mT, right.expand(len(each), -1, -1)) if first else (left.t().expand(len(each), -1, -1), each)
+        few = (right if first else left.t()).clone()  # nobody else's
+        of_few = (each.mT, few.expand(len(each), -1, -1)) if first else (few.expand(len(each), -1, -1), each)
         return [(Outer(*of_few), shape)]
     return [(call.mapped(lambda dense: wide(dense) @ right if first else left @ wide(dense), shape), shape)]
 
@@ -552,7 +553,8 @@ def _chosen(op: Op) -> Any:
             cell, rank = label.cell, len(shape) - given.dim()
 
             def back(dense: Tensor, here: Tensor = here, rank: int = rank) -> Tensor:
-                return torch.where(here, dense.reshape(len(dense), *[1] * rank, *dense.shape[1:]), 0)
+                kept = torch.where(here, dense.reshape(len(dense), *[1] * rank, *dense.shape[1:]), 0)
+                return kept.expand(len(dense), *shape)
 
             alike = here.shape == given.shape == shape
             kept = (
