@@ -250,6 +250,26 @@ class Filled(torch.autograd.Function):
         return gradient + zeros
 
 
+class Turned(torch.autograd.Function):
+    """Its backward pass copies a sum into memory whose axes lie in another order."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.empty_like(gradient.t().contiguous()).t().copy_(gradient)
+
+
+@pytest.mark.parametrize("way", [looped, trained])
+def test_a_sum_that_is_copied_into_another_order(way):
+    def make():
+        return Weight(lambda x, weight: F.linear(x, Turned.apply(weight)), (3, 6))
+
+    same(way(make), make)
+
+
 @pytest.mark.parametrize("way", [looped, trained])
 def test_a_choice_between_a_sum_and_something_larger(way):
     def make():

@@ -221,9 +221,9 @@ def _copied(op: Op) -> Any:
     if own is not None or not isinstance(label, Summed):
         return None
     whole = into.new_empty(0).set_(into.untyped_storage())
-    if not covers(into):
-        if not labels.zero(whole):
-            return None
+    if not covers(into) and not labels.zero(whole):
+        return None
+    if not covers(into) or not into.is_contiguous():
         dense = combine(uses_of(label)).dense()
         fill(op.tracker, whole, [Dense(dense.new_zeros(len(dense), len(whole)))], label.cell)
         own = labels.get(into)
