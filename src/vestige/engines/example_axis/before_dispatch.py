@@ -92,7 +92,7 @@ class TrackedFunctions(TorchFunctionMode):
 
     def called(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         zeros = self.tracker.labels.zeros
-        if zeros and getattr(function, "__name__", "") in SHOWING and not in_transform(args[0]):
+        if zeros and args and isinstance(args[0], Tensor) and getattr(function, "__name__", "") in SHOWING:
             with unseen_by_functions():
                 zeros.pop(memory_of(args[0]), None)  # it may be written to in ways that are not followed
         handler = HANDLERS.get(function)
