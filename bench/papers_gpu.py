@@ -276,7 +276,8 @@ def due(piece: Piece, records: Mapping[str, Any]) -> list[Run]:
 
 def batches(waiting: Sequence[Run], machine: Machine, largest: int) -> Iterator[list[Run]]:
     """Runs to be made together: stacks of those that have enough in common, the same methods side by side, or one at a
-    time. Spectra are found by the CPU, so that runs with and without them are in stacks of their own."""
+    time. Spectra are found by the CPU, so that runs with and without them are in stacks of their own, and those with
+    them in smaller ones, for more cores."""
     by_key: dict[Any, list[Run]] = {}
     singles = []
     for run in waiting:
@@ -285,8 +286,8 @@ def batches(waiting: Sequence[Run], machine: Machine, largest: int) -> Iterator[
             singles.append([run])
         else:
             by_key.setdefault((key, run.method.startswith("sma")), []).append(run)
-    for stack in by_key.values():
-        count = -(-len(stack) // largest)
+    for (_, spectral), stack in by_key.items():
+        count = -(-len(stack) // (max(1, largest // 3) if spectral else largest))
         size = -(-len(stack) // count)
         alike = sorted(stack, key=lambda run: (run.method, run.label))
         for first in range(0, len(stack), size):
@@ -397,7 +398,7 @@ def by_workers(arguments: Any, progress: Progress, machine: Machine, pool: Compa
     At most half of the processes make single runs, which wait for launches while stacks fill the device.
     """
     context = multiprocessing.get_context("spawn")
-    threads = max(2, (os.cpu_count() or 1) // 2)  # only stacks of SMA-DP-SGD use them, and there are few at a time
+    threads = 1 + max(1, (os.cpu_count() or 1) // arguments.workers)  # only stacks of SMA-DP-SGD use more than one
     idle, busy, written = [], {}, time.time()  # type: list[Any], dict[Any, tuple[list[Run], float]], float
     processes = []
     for _ in range(arguments.workers):

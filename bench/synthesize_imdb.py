@@ -1,6 +1,7 @@
 """Can reviews be passed on as made-up ones? IMDb: a classifier is trained on synthetic texts and tested on real ones.
 
-usage: python bench/synthesize_imdb.py --data FOLDER --out FOLDER [--epsilons 8 none 1 3] [--seeds 3] [--samples N]
+usage: python bench/synthesize_imdb.py --data FOLDER --out FOLDER [--epsilons 8 none 1 3] [--seeds 3]
+       [--first-seed N] [--samples N]
        [--lora R] [--epochs N] [--batch N] [--lr LR] [--guidance 0 2]
        [--sampling-batch N] [--prior-minutes M] [--minutes M] [--audit N]
        [--device cpu|cuda] [--smoke] [--judge [--remedies]]
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epsilons", nargs="+", default=["8", "none", "1", "3"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=25_000)
     parser.add_argument("--lora", type=int, default=16, help="0: the whole model")
     parser.add_argument("--epochs", type=int, default=12)
@@ -283,7 +285,11 @@ def main() -> None:
             **settings,
         )  # fmt: skip
 
-    cells = [(epsilon, seed) for seed in range(given.seeds) for epsilon in given.epsilons]
+    cells = [
+        (epsilon, seed)
+        for seed in range(given.first_seed, given.first_seed + given.seeds)
+        for epsilon in given.epsilons
+    ]
     for epsilon, seed in cells:
         if any((row["epsilon"], row["seed"]) == (epsilon, seed) for row in found):
             continue

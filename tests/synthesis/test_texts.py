@@ -122,6 +122,21 @@ def test_the_likeliest_tokens_are_kept_and_no_others():
     assert (_likeliest(torch.tensor([[0.5, 0.3, 0.2]]).log(), 1.0) > 0).all()
 
 
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
+def test_the_likeliest_tokens_are_those_that_sorting_finds(top_p, spread):
+    logits = spread * torch.randn(50, 700, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = -torch.inf
+    found, shares = _likeliest(logits, top_p), logits.softmax(dim=-1)
+    for row, mine in zip(shares, found, strict=True):
+        falling = row.double().sort(descending=True).values
+        count = int((falling.cumsum(0) < top_p - 1e-6).sum()) + 1
+        assert abs(int((mine > 0).sum()) - count) <= 1  # the mass of one may round to either side
+        assert torch.equal(
+            mine.sort(descending=True).values[: count - 1], row.sort(descending=True).values[: count - 1]
+        )
+
+
 def test_an_interrupted_writing_goes_on_and_drops_a_torn_batch(made, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(made / "lm")
     model = AutoModelForCausalLM.from_pretrained(made / "lm").eval()
