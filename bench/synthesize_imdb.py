@@ -215,7 +215,8 @@ def cell(
         )
         assert made is not None
         found |= {"verified_epsilon": verify(out).guarantee.epsilon, "quality": dict(made.quality), "texts": made.count}
-        found["training_seconds"] = trained - begin
+        if trained > begin:  # else the generator was there, and its texts were not
+            found["training_seconds"] = trained - begin
         keep(list(zip(made.rows["label"], made.rows["text"], strict=True)), out, guidances[0])
         checkpoint, prompts, todo = run.checkpoint, run.prompts, guidances[1:]
     for guidance in todo:
@@ -225,7 +226,8 @@ def cell(
         keep(rows, out, guidance)
     steps = (job.epochs or 1) * max(1, round(len(known.private) / (job.batch or 1)))
     judge(found, folder, known.tested)
-    found["tokens_per_second_in_training"] = steps * (job.batch or 1) * job.max_length / found["training_seconds"]
+    if "training_seconds" in found:
+        found["tokens_per_second_in_training"] = steps * (job.batch or 1) * job.max_length / found["training_seconds"]
     return found
 
 
@@ -324,9 +326,12 @@ def table(found: list[dict[str, Any]]) -> str:
         for guidance in dict.fromkeys(key for row in same for key in row["accuracy"]):
             values = torch.tensor([100 * row["accuracy"][guidance] for row in same if guidance in row["accuracy"]])
             spread = f" ± {values.std():.1f}" if len(values) > 1 else ""
-            seconds = sum(row["training_seconds"] for row in same) / len(same)
-            pace = sum(row["tokens_per_second_in_training"] for row in same) / len(same)
-            cells = (epsilon, guidance, len(values), f"{values.mean():.1f}{spread}", f"{seconds:.0f}", f"{pace:,.0f}")
+            taken = [row["training_seconds"] for row in same if "training_seconds" in row]
+            paces = [row["tokens_per_second_in_training"] for row in same if "training_seconds" in row]
+            cells = (
+                epsilon, guidance, len(values), f"{values.mean():.1f}{spread}",
+                f"{sum(taken) / len(taken):.0f}" if taken else "", f"{sum(paces) / len(paces):,.0f}" if paces else "",
+            )  # fmt: skip
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([*lines, "", f"Beside it, on the same halves: {DIRECT}."])
 

@@ -128,6 +128,18 @@ def test_captured_steps_take_large_groups_in_parts():
     assert torch.allclose(plain, replayed, atol=1e-6)
 
 
+def test_a_sample_is_one_pass_for_each_of_its_lengths():
+    """How many texts of one length a sample has is left to chance: few samples have more than the first graph takes."""
+    steps, lengths = 20, 2
+    with captured_on_cpu() as graphs:
+        training = vestige.train(
+            classifier(), F.cross_entropy, texts(60, "class"), sample_rate=0.6, steps=steps, noise_multiplier=1.0,
+            delta=1e-5, lr=0.1, device="cpu", target="labels", reproducible=3,
+        )  # fmt: skip
+        list(training)
+    assert steps < graphs.replays <= lengths * steps, graphs.replays
+
+
 def test_workers_pad_texts_too():
     found = []
     for workers in (0, 1):

@@ -334,7 +334,7 @@ class Captured:
                 return None
             first = best in expected and not known and (views in self._sizes or not self._costs.count)
             if not known and best not in expected:
-                best = max(best, FEW)  # the first one serves larger batches too
+                best = _with_room(rows, best, expected)
             self._graphs[key] = known
             self._capture(known, ahead(expected) if first else [best], mean, clip, into, full)
             return known[min(size for size in known if size >= min(rows, best))]
@@ -503,6 +503,13 @@ class CapturedStep:
         if users is not None:
             real, examples = users.counts > 0, len(users.counts)
         self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, examples, real, users)
+
+
+def _with_room(rows: int, size: int, announced: Sequence[int]) -> int:
+    """The first graph of batches that are part of a sample, such as its texts of one length: large enough for most
+    later ones, which would else be taken in two parts."""
+    most = max(announced, default=size)
+    return max(size, FEW, min(padded_size(ceil(rows + 3 * sqrt(rows))), most))
 
 
 def padded_size(examples: int) -> int:
