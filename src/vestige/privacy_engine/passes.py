@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -534,9 +535,9 @@ class Passes:
         # The gradient of a row's own loss: what the model has reduced itself is known, of the rest it was said.
         factors: list[Factor] = [rows if (kind or self._said) == "mean" else 1 for kind in reductions]
         if part is not None and part.users:
-            weights = self._weights(part)
+            weights = _weights(part)
             factors = [
-                _along(factor * weights, label, found[place])
+                torch.from_numpy(_along(factor * weights, label, found[place].shape)).to(self.device, non_blocking=True)
                 for factor, place, label in zip(factors, places, labels, strict=True)
             ]
         relabel = partial(self._relabel, labels)
@@ -545,12 +546,6 @@ class Passes:
             self.tracking.labels.set(end, label)
             found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
         return found
-
-    def _weights(self, part: Microbatch) -> Tensor:
-        """Of each row of a part of users: one over the number of the user's rows."""
-        counts = [*(users * rows for users, rows in part.users), part.rows - part.size]
-        weights = np.array([*(1 / rows for _, rows in part.users), 0.0], dtype=np.float32)
-        return torch.from_numpy(weights.repeat(counts)).to(self.device, non_blocking=True)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -642,15 +637,20 @@ OWN_LOSS = (
 )
 
 
-def _along(weights: Tensor, label: Rows, output: Tensor) -> Tensor:
+def _weights(part: Microbatch) -> NDArray[np.float32]:
+    """Of each row of a part of users: one over the number of the user's rows."""
+    counts = [*(users * rows for users, rows in part.users), part.rows - part.size]
+    return np.array([*(1 / rows for _, rows in part.users), 0.0], dtype=np.float32).repeat(counts)
+
+
+def _along(weights: NDArray[np.float32], label: Rows, output: Sequence[int]) -> NDArray[np.float32]:
     """Weights of examples as an output has them: along its axis of rows, or of the one example that it is about."""
     if label.axis < 0:
-        return weights[label.first]
-    shape, size = [1] * output.dim(), output.shape[label.axis]
+        return weights[label.first : label.first + 1].reshape(())
+    shape, size = [1] * len(output), output[label.axis]
     shape[label.axis] = size
-    each = weights if label.inner == 1 else weights.repeat_interleave(label.inner)
-    each = each if len(each) == size else each.repeat(size // len(each))  # copies of the batch, one after another
-    return each.view(shape)
+    each = weights.repeat(label.inner)  # copies of the batch, one after another
+    return np.tile(each, size // len(each)).reshape(shape)
 
 
 class NotSaved:
