@@ -51,7 +51,7 @@ from vestige.engines.cuda_graphs import (
 )
 from vestige.engines.example_axis.labels import NotApart, Rows, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
-from vestige.engines.per_example.execution import full_precision, unseen
+from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
@@ -219,8 +219,26 @@ class CapturedPasses:
         self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]
     ) -> Replay | None:
         """This pass in the memory of graphs, captured if need be; None if it is to run as it is."""
-        device, size = device_of(self.module), self._size(label.count)
-        if not self.sizes or not capturable(device) or size > LARGEST_SUM or _hooked(self.module):
+        with unseen_by_functions():
+            asked = self._asked(forward, call, label)
+            if asked is None:
+                return None
+            device, size, kinds = device_of(self.module), self._size(label.count), self._kinds(asked, ())
+        if kinds in self._refused:
+            return None
+        try:
+            return self._begin(asked, modules, size)
+        except (NotApart, NotCapturable, RuntimeError) as problem:
+            give_back(device)
+            self._refused.add(kinds)
+            why = (str(problem) or type(problem).__name__).splitlines()[0]
+            warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
+            return None
+
+    def _asked(self, forward: Callable[..., Any], call: Call, label: Rows) -> Asked | None:
+        """The call, if graphs can answer it."""
+        device = device_of(self.module)
+        if not self.sizes or not capturable(device) or self._size(label.count) > LARGEST_SUM or _hooked(self.module):
             return None
         if self._room is not None and self._room.within is not None:
             return None
@@ -232,18 +250,7 @@ class CapturedPasses:
         if not all(self._rows_first(leaf, label.count) for leaf in tensors.values()):
             return None
         names = {name: place for place, name in call.names_in(forward).items() if place in tensors}
-        asked = Asked(forward, call, label, names)
-        kinds = self._kinds(asked, ())
-        if kinds in self._refused:
-            return None
-        try:
-            return self._begin(asked, modules, size)
-        except (NotApart, NotCapturable, RuntimeError) as problem:
-            give_back(device)
-            self._refused.add(kinds)
-            why = (str(problem) or type(problem).__name__).splitlines()[0]
-            warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
-            return None
+        return Asked(forward, call, label, names)
 
     def _rows_first(self, leaf: Tensor, rows: int) -> bool:
         """Whether an argument has either nothing of the examples, or each of them once, in order, along its first axis:
@@ -260,9 +267,10 @@ class CapturedPasses:
         if self._pads is None and MASK in asked.names:
             self._pads = self._same_when_padded(asked)
         to = self._padding.lengths(asked.texts) if self._pads else {}
-        self._meet(asked)
-        full = asked.without_padding(to)
-        state = precision(), state_fingerprint(self.module, modules=modules)
+        with unseen_by_functions():
+            self._meet(asked)
+            full = asked.without_padding(to)
+            state = precision(), state_fingerprint(self.module, modules=modules)
         stays, self._state = state == self._state, state
         key = self._kinds(asked, [asked.names[name] for name in to]), state, full
         forms = self._forms.get(key, [])
@@ -416,7 +424,8 @@ class CapturedForm:
     def begin(self, asked: Asked, leaves: Sequence[Any]) -> Replay:
         """`leaves` are the call's, padded to the lengths of this form."""
         self._load(leaves)
-        self._count.fill_(asked.rows)
+        with unseen():
+            self._count.fill_(asked.rows)
         draws = device_draws(self.device)
         lengths = {name: leaf.shape[1] for name, leaf in asked.texts.items() if leaf.dim() > 1}
         replay = Replay(self, self._smallest(asked.rows), asked.rows, lengths, draws)

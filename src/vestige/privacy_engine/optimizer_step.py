@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from vestige.accounting.ledger import Ledger
 from vestige.checks import NOT_CALLED
 from vestige.engines.example_axis.before_dispatch import ReadCount, ReadNumber
-from vestige.engines.per_example.execution import unseen
+from vestige.engines.per_example.execution import unseen, unseen_by_functions
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
@@ -438,8 +438,9 @@ class Discarding:
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._passes.discard()
-        if self._torchs_own and all(p.grad is None for group in self._owner.param_groups for p in group["params"]):
-            return  # nothing to clear, as always after a private step
+        with unseen_by_functions():
+            if self._torchs_own and all(p.grad is None for group in self._owner.param_groups for p in group["params"]):
+                return  # nothing to clear, as always after a private step
         self._original(set_to_none=set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -375,11 +375,12 @@ class Passes:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with every operator followed."""
-        modules = modules_of(self.module)
-        self.note_writes()
-        self._require_usable(modules)
         call = Call.of(args, {name: value for name, value in kwargs.items() if name not in DIVISORS})
-        label = self._label(call)
+        with unseen_by_functions():
+            modules = modules_of(self.module)
+            self.note_writes()
+            self._require_usable(modules)
+            label = self._label(call)
         replay = self._captured.begin(forward, call, label, modules)
         if replay is not None:
             return self._replayed(replay, call, label)
