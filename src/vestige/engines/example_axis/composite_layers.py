@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from vestige.engines.per_example.expert_products import routed
-from vestige.engines.per_example.recurrence_operator import recurrence
+from vestige.engines.per_example.recurrence_operator import in_loop, recurrence
 
 HiddenState = tuple[Tensor, ...]
 States = Tensor | HiddenState
@@ -48,7 +48,7 @@ def _packed(module: nn.RNNBase, input: PackedSequence, hx: States | None) -> tup
 
 def _layers(module: nn.RNNBase, sequence: Tensor, hx: States | None, lengths: Tensor | None) -> tuple[Tensor, States]:
     """The last layer's outputs [examples, steps, width], and the last states of all layers and directions."""
-    sequence, initial = _in_rows(module, sequence, hx)
+    initial = _initial(module, sequence, hx)
     weights = {name: getattr(module, name) for name in module._flat_weights_names}
     going = None
     if lengths is not None:
@@ -72,23 +72,16 @@ def _layers(module: nn.RNNBase, sequence: Tensor, hx: States | None, lengths: Te
     return sequence, states if len(states) > 1 else states[0]
 
 
-def _in_rows(module: nn.RNNBase, sequence: Tensor, hx: States | None) -> tuple[Tensor, HiddenState | None]:
-    """The sequence and the initial states, each a row for every example if one of them is: others may be public,
-    or parameters."""
+def _initial(module: nn.RNNBase, sequence: Tensor, hx: States | None) -> HiddenState | None:
     if hx is None:
-        return sequence, None
+        return None
     states = hx if isinstance(hx, tuple) else (hx,)
-    shapes = [tuple(part.shape) for part in states]
-    if shapes != _state_shapes(module, sequence):
-        expected = _state_shapes(module, sequence)
-        raise ValueError(f"{type(module).__name__} is given states of shapes {shapes}: it takes {expected}")
-    return sequence, states
-
-
-def _state_shapes(module: nn.RNNBase, sequence: Tensor) -> list[tuple[int, ...]]:
     count = module.num_layers * (2 if module.bidirectional else 1)
-    widths = (module.proj_size or module.hidden_size, module.hidden_size)
-    return [(count, len(sequence), width) for width in widths[: 2 if module.mode == "LSTM" else 1]]
+    widths = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if module.mode == "LSTM" else 1]
+    shapes, expected = [tuple(part.shape) for part in states], [(count, len(sequence), width) for width in widths]
+    if shapes != expected:
+        raise ValueError(f"{type(module).__name__} is given states of shapes {shapes}: it takes {expected}")
+    return states
 
 
 def cell(module: nn.RNNCellBase, input: Tensor, hx: States | None = None) -> States:
@@ -96,34 +89,13 @@ def cell(module: nn.RNNCellBase, input: Tensor, hx: States | None = None) -> Sta
     mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
     if isinstance(module, nn.RNNCell):
         mode = f"RNN_{module.nonlinearity.upper()}"
-    if hx is None:
-        zeros = input.new_zeros(len(input), module.hidden_size)
-        hx = (zeros, zeros) if mode == "LSTM" else zeros
-    state = hx if isinstance(hx, tuple) else (hx,)
     entering = F.linear(input, module.weight_ih, module.bias_ih)
-    state = _STEPS[mode](entering, F.linear(state[0], module.weight_hh, module.bias_hh), state)
+    states = () if hx is None else hx if isinstance(hx, tuple) else (hx,)
+    gates, *first = [part.reshape(1, 1, -1, part.shape[-1]) for part in (entering, *states)]
+    biases = [] if module.bias_hh is None else [module.bias_hh]
+    last = in_loop(mode, gates, [part[0] for part in first], [module.weight_hh], [], biases, None)
+    state = tuple(part.reshape(*input.shape[:-1], -1) for part in last)
     return state if mode == "LSTM" else state[0]
-
-
-def _lstm_step(input: Tensor, hidden: Tensor, state: HiddenState) -> HiddenState:
-    enter, forget, candidate, leave = (input + hidden).chunk(4, dim=-1)
-    memory = forget.sigmoid() * state[1] + enter.sigmoid() * candidate.tanh()
-    return leave.sigmoid() * memory.tanh(), memory
-
-
-def _gru_step(input: Tensor, hidden: Tensor, state: HiddenState) -> HiddenState:
-    width = state[0].shape[-1]
-    reset, update = (input[..., : 2 * width] + hidden[..., : 2 * width]).sigmoid().chunk(2, dim=-1)
-    candidate = (input[..., 2 * width :] + reset * hidden[..., 2 * width :]).tanh()
-    return (candidate + update * (state[0] - candidate),)
-
-
-_STEPS: dict[str, Callable[[Tensor, Tensor, HiddenState], HiddenState]] = {
-    "LSTM": _lstm_step,
-    "GRU": _gru_step,
-    "RNN_TANH": lambda input, hidden, state: ((input + hidden).tanh(),),
-    "RNN_RELU": lambda input, hidden, state: ((input + hidden).relu(),),
-}
 
 
 def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

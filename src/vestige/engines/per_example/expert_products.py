@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vestige.engines.per_example.execution import LIBRARY, operator
+
 
 def routed(input: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """weight[index[row]] @ input[row] for every row, with weight [experts, out, in]: a mixture of experts' product."""
     return torch.ops.vestige.routed(input, weight, index)  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op(
-    "vestige::routed", mutates_args=(), schema="(Tensor input, Tensor weight, Tensor index) -> Tensor"
-)
+@operator("routed(Tensor input, Tensor weight, Tensor index) -> Tensor")
 def _product(input: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     order, counts = index.argsort(), index.bincount(minlength=len(weight)).tolist()
     rows = input[order].split(counts)
@@ -25,11 +25,7 @@ def _product(input: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     return sorted_rows[order.argsort()]
 
 
-@torch.library.custom_op(
-    "vestige::routed_weights",
-    mutates_args=(),
-    schema="(Tensor signal, Tensor input, Tensor index, int experts) -> Tensor",
-)
+@operator("routed_weights(Tensor signal, Tensor input, Tensor index, int experts) -> Tensor")
 def _of_weights(signal: Tensor, input: Tensor, index: Tensor, experts: int) -> Tensor:
     """The gradient of the weights."""
     order, counts = index.argsort(), index.bincount(minlength=experts).tolist()
@@ -37,7 +33,7 @@ def _of_weights(signal: Tensor, input: Tensor, index: Tensor, experts: int) -> T
     return torch.stack([left.t() @ right for left, right in parts])
 
 
-@_of_weights.register_fake
+@torch.library.register_fake("vestige::routed_weights", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _(signal: Tensor, input: Tensor, index: Tensor, experts: int) -> Tensor:
     return signal.new_empty(experts, signal.shape[1], input.shape[1])
 
@@ -56,4 +52,4 @@ def _back(ctx: Any, signal: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     )
 
 
-_product.register_autograd(_back, setup_context=_save)
+torch.library.register_autograd("vestige::routed", _back, setup_context=_save, lib=LIBRARY)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.per_example import kernels
+from vestige.engines.per_example.execution import LIBRARY, operator
 
 
 def group_norm(input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -19,12 +20,20 @@ def group_norm(input: Tensor, groups: int, weight: Tensor | None, bias: Tensor |
     return found
 
 
+@operator(
+    "fused_group_norm(Tensor input, Tensor weight, Tensor? bias, int groups, float eps, bool full) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 def _forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, full: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return kernels.group_norm(input, weight, bias, groups, eps, torch.float32 if full else input.dtype)
 
 
+@operator(
+    "fused_group_norm_backward(Tensor signal, Tensor input, Tensor mean, Tensor scale, Tensor weight, int groups, "
+    "bool[] output_mask) -> (Tensor, Tensor, Tensor)"
+)
 def _backward(
     signal: Tensor,
     input: Tensor,
@@ -49,15 +58,4 @@ def _back(ctx: Any, signal: Tensor, *_: object) -> tuple[Tensor | None, ...]:
     return (*(each if asked else None for each, asked in zip(made, wanted, strict=True)), None, None, None)
 
 
-_LIBRARY = torch.library.Library("vestige", "FRAGMENT")
-"""Operators of `torch.library.custom_op` import the compiler of torch at their first call, which takes seconds."""
-_SCHEMAS = {
-    "fused_group_norm(Tensor input, Tensor weight, Tensor? bias, int groups, float eps, bool full) "
-    "-> (Tensor, Tensor, Tensor)": _forward,
-    "fused_group_norm_backward(Tensor signal, Tensor input, Tensor mean, Tensor scale, Tensor weight, int groups, "
-    "bool[] output_mask) -> (Tensor, Tensor, Tensor)": _backward,
-}
-for _schema, _function in _SCHEMAS.items():
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeExplicitAutograd")
-torch.library.register_autograd("vestige::fused_group_norm", _back, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("vestige::fused_group_norm", _back, setup_context=_save, lib=LIBRARY)

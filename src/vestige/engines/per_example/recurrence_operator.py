@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vestige.engines.per_example.execution import full_precision, unseen
+from vestige.engines.per_example.execution import full_precision, operator, unseen
 
 State = tuple[Tensor, ...]
 """The hidden state; of an LSTM, its cells too."""
@@ -40,13 +40,28 @@ def recurrence(
     """
     inputs = _in_time(entering)
     mask = None if going is None else _in_time([going] * len(entering))
-    hidden, cells = (None, None) if state is None else (*(part.to(inputs.dtype) for part in state), None)[:2]
-    weights = [own for own, _ in recurrent]
-    biases = [shift for _, shift in recurrent if shift is not None]
-    found, *last = _Recurrence.apply(mode, inputs, hidden, cells, mask, len(biases), *weights, *projections, *biases)
+    weights, biases = [own for own, _ in recurrent], [shift for _, shift in recurrent if shift is not None]
+    found, *last = in_loop(mode, inputs, state or (), weights, projections, biases, mask)
     outputs, *others = found.unbind(1)
     both = [each.transpose(0, 1) for each in (outputs, *(one.flip(0) for one in others))]
     return both, (found[-1], *last)
+
+
+def in_loop(
+    mode: str,
+    inputs: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    projections: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    mask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """All states, in the layout of the loop; of an LSTM also the last cells."""
+    hidden, cells, *_ = (*(part.to(inputs.dtype) for part in state), None, None)
+    found: tuple[Tensor, ...] = _Recurrence.apply(
+        mode, inputs, hidden, cells, mask, len(biases), *weights, *projections, *biases
+    )
+    return found
 
 
 def _in_time(parts: Sequence[Tensor]) -> Tensor:
@@ -116,11 +131,9 @@ def _of_linear(signal: Tensor, input: Tensor) -> Tensor:
 # --- forward ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "vestige::recurrence",
-    mutates_args=(),
-    schema="(str mode, Tensor entering, Tensor? hidden, Tensor? cells, Tensor weight, Tensor? bias, "
-    "Tensor? projection, Tensor? going) -> Tensor[]",
+@operator(
+    "recurrence(str mode, Tensor entering, Tensor? hidden, Tensor? cells, Tensor weight, Tensor? bias, "
+    "Tensor? projection, Tensor? going) -> Tensor[]"
 )
 def _forward(
     mode: str,
@@ -231,11 +244,9 @@ def _rnn(mode: str, states: Tensor, gates: Tensor, weight: Tensor, keep: Sequenc
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "vestige::recurrence_backward",
-    mutates_args=(),
-    schema="(str mode, Tensor signal, Tensor? last, Tensor weight, Tensor? projection, Tensor? going, Tensor[] saved) "
-    "-> Tensor[]",
+@operator(
+    "recurrence_backward(str mode, Tensor signal, Tensor? last, Tensor weight, Tensor? projection, Tensor? going, "
+    "Tensor[] saved) -> Tensor[]"
 )
 def _backward(
     mode: str,
