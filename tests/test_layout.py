@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, vmap
 
-from vestige.layout import Layout, device_of
+import vestige
+from vestige.layout import Layout, call_with, device_of
 
 
 def test_segments_cover_the_vector_without_gaps(toy):
@@ -81,3 +83,54 @@ def test_the_device_of_a_model_is_its_first_parameters():
     assert device_of(bare) == torch.device("cpu")
     with pytest.raises(ValueError, match="no parameter"):
         device_of(nn.Tanh())
+
+
+class TwoNames(nn.Module):
+    """One layer under two names, and one weight of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = self.again = nn.Linear(3, 3)
+        self.head, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.other.weight = self.head.weight
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x):
+        return self.other(self.head(self.again(self.inner(x).tanh()) + self.shift))
+
+
+def test_a_call_with_other_values_leaves_the_model_its_own():
+    model, other, x = TwoNames(), TwoNames(), torch.randn(2, 3)
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.add_(0.1)
+    held = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    values = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    assert torch.equal(call_with(model, values, (x,)), other(x))
+    assert torch.equal(call_with(model, {"shift": values["shift"]}, (), {"x": x}) - model(x), call_with(
+        model, {"shift": values["shift"]}, (x,)) - model(x))  # fmt: skip
+    with pytest.raises(RuntimeError):
+        call_with(model, values, (torch.randn(2, 4),))
+    assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == held
+
+    def of_one(parameters, row):
+        return call_with(model, parameters, (row[None],)).square().sum()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    each = vmap(grad(of_one), in_dims=(None, 0))(parameters, x)
+    model(x[:1]).square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(each[name][0], p.grad)
+
+
+def test_a_layer_with_two_names_is_trained():
+    """`torch.func.functional_call` would leave copies of its parameters in the model."""
+    model, x = TwoNames(), torch.randn(8, 3)
+    parameters = list(model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    vestige.train(
+        model, nn.MSELoss(), (x, x), noise_multiplier=1e-6, delta=1e-5, steps=2, sample_rate=1.0, reproducible=1
+    ).run()
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert all(p.requires_grad and not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))

@@ -190,6 +190,28 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
+def call_with(
+    model: nn.Module, values: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """A call of a model with these values in place of its parameters and buffers of the same names.
+
+    Not `torch.func.functional_call`: where a module has two names, that leaves the values in the model.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    wanted = {id(tensor): values[name] for name, tensor in named if name in values}
+    holders: list[dict[str, Any]] = [
+        holder for module in modules_of(model) for holder in (module._parameters, module._buffers)
+    ]
+    held = [(holder, key, tensor) for holder in holders for key, tensor in holder.items() if id(tensor) in wanted]
+    try:
+        for holder, key, tensor in held:
+            holder[key] = wanted[id(tensor)]
+        return model(*args, **(kwargs or {}))
+    finally:
+        for holder, key, tensor in held:
+            holder[key] = tensor
+
+
 def _group_of(trainable: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> dict[str, int]:
     group_of: dict[str, int] = {}
     for index, names in enumerate(groups):

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from vestige import tasks
 from vestige.accounting.lower_bounds.roc_and_confidence_intervals import Array, check_confidence
@@ -24,6 +24,7 @@ from vestige.audit import membership
 from vestige.audit.made_up_task import NAME, stand_in
 from vestige.audit.membership import Success
 from vestige.budget.spending import Budget, account_of
+from vestige.layout import call_with
 from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import make_method
@@ -291,7 +292,7 @@ def nonprivate_gradient_norms(
     device = next(iter(named.values())).device
 
     def of_one(parameters: dict[str, Tensor], example: Tensor, target: Tensor) -> Tensor:
-        return loss(functional_call(model, {**rest, **parameters}, (example[None],)), target[None])
+        return loss(call_with(model, {**rest, **parameters}, (example[None],)), target[None])
 
     every = vmap(grad(of_one), in_dims=(None, 0, 0))
     batch = max(1, min(256, NUMBERS // sum(value.numel() for value in last.values())))

@@ -13,14 +13,14 @@ from math import prod
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 
 from vestige.checks import ExampleKept, RowsNotApart
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import Labels, NotApart, Rows, Tracker
 from vestige.engines.example_axis.tracked_model import require_forgotten, require_unwritten
 from vestige.engines.module_snapshot import left_as_found
-from vestige.layout import Layout, Segment
+from vestige.layout import Layout, Segment, call_with
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.losses.loss_difference import Scores
@@ -129,7 +129,7 @@ class Reference:
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
         args, named, target = self.form.split([part.unsqueeze(0) for part in example])
-        return example_losses(self.loss, functional_call(self.model, parameters, args, named), target).sum()
+        return example_losses(self.loss, call_with(self.model, parameters, args, named), target).sum()
 
 
 class FollowedScores:

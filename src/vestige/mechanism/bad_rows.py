@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from vestige.checks import ExampleKept
+from vestige.layout import call_with
 from vestige.mechanism.clipping import Batch, Loss
 from vestige.mechanism.losses.criteria import Form, example_losses
 from vestige.mechanism.text_padding import LABELS, MASK, TextPadding, alike
@@ -77,7 +77,7 @@ def made_up_outputs(model: nn.Module, form: Form, row: Batch) -> object:
         with torch.no_grad(), torch.random.fork_rng([row[0].device] if row[0].is_cuda else []):
             point = {name: p.detach() for name, p in model.named_parameters()}
             point |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-            return functional_call(model, point, args, named)
+            return call_with(model, point, args, named)
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from vestige.checks import check_rate
 from vestige.engines.independence import broken, mixing
 from vestige.engines.registry import ENGINES
-from vestige.layout import Layout
+from vestige.layout import Layout, call_with
 from vestige.mechanism.bad_rows import made_up_pass
 from vestige.mechanism.clipping import Loss
 from vestige.mechanism.examples import Examples
@@ -212,7 +211,7 @@ def _gradients(model: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> list[Fi
 
     def gradient_of_first(company: int) -> dict[str, Tensor]:
         *inputs, targets = (part[:company] for part in batch)
-        outputs = functional_call(model, parameters, tuple(inputs))
+        outputs = call_with(model, parameters, tuple(inputs))
         value = loss(outputs[:1], targets[:1]).sum()
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(parameters, found, strict=True))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from vestige.layout import call_with
 from vestige.mechanism.clipping import Loss, Parameters
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.priced_questions import SampledGaussian
@@ -85,7 +85,7 @@ def losses_of(model: nn.Module, loss: Loss, form: Form = BY_PLACE) -> Scores:
     def losses(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
         args, named, targets = form.split(batch)
         with _evaluating(model):
-            return example_losses(loss, functional_call(model, parameters, args, named), targets)
+            return example_losses(loss, call_with(model, parameters, args, named), targets)
 
     return losses
 
@@ -97,7 +97,7 @@ def right_answers(model: nn.Module, form: Form = BY_PLACE) -> Scores:
     def right(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
         args, named, targets = form.split(batch)
         with _evaluating(model):
-            outputs = functional_call(model, parameters, args, named)
+            outputs = call_with(model, parameters, args, named)
             right = targets[0] if isinstance(targets, tuple) else targets
             return (getattr(outputs, "logits", outputs).argmax(-1) == right).double()
 
