@@ -147,5 +147,7 @@ def test_a_loss_that_balances_the_experts_over_the_batch_is_refused():
     for rows in loader:
         given = dict(zip(batch, rows, strict=True))
         outputs = called(model, given)
-        with pytest.raises(ValueError, match="no row for each example .scatter_add_ at .*mixes examples"):
+        with pytest.raises(
+            ValueError, match="no row for each example .scatter_add_ at .*places that are not their own"
+        ):
             (other.loss(outputs, given) + outputs.aux_loss).backward()

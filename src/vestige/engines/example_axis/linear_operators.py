@@ -36,11 +36,12 @@ from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, transf
 from vestige.engines.example_axis.sums import (
     OfOne,
     Uses,
+    added_in_entries,
     complete,
     fill,
     on_meta,
+    put,
     reduced_shape,
-    rows_of_table,
     shape_of,
 )
 from vestige.engines.per_example import gradient_maps
@@ -49,7 +50,6 @@ from vestige.engines.per_example.filter_maps import FilterMap
 from vestige.engines.per_example.gradient_forms import (
     Dense,
     Gradient,
-    Lookup,
     Outer,
     Patches,
     Place,
@@ -72,7 +72,7 @@ LINEAR = (
     "constant_pad_nd split split_with_sizes unbind repeat trace _fft_r2c _fft_c2c _fft_c2r real imag view_as_real "
     "view_as_complex _conj _neg_view _conj_physical resolve_conj convolution linalg_solve_triangular linalg_lu_solve "
     "cholesky_solve upsample_bilinear2d upsample_bicubic2d upsample_nearest2d avg_pool2d _adaptive_avg_pool2d unfold "
-    "im2col col2im mv dot index_add scatter scatter_add"
+    "im2col col2im mv dot scatter scatter_add"
 )
 """Operators that are linear in one argument while the others stay; so are those of backward passes in a gradient."""
 GRADIENTS = ("signal", "grad_output", "grad_out", "grad", "grad_w", "gradOutput", "grad_in")
@@ -86,6 +86,7 @@ LINEAR_IN = {
     "convolution": ("input", "weight"),
 }
 """Of operators that are not linear in every argument, or add something public: in which they are."""
+_PUTS = ("index_put", "index_add", "_index_put_impl", "_unsafe_index_put")
 FEW = 8
 """Uses that an operator is applied to each by itself, where adding them up first would take too much memory."""
 Made = Sequence[tuple[Gradient, Sequence[int]] | None] | None
@@ -354,7 +355,7 @@ def _no_constant(call: Linear, place: str) -> bool:
         return op.tracker.labels.zero(op["value"])
     if name in LINEAR_IN:
         return place in LINEAR_IN[name] and op.given.get("bias") is None
-    if name in ("index_put", "index_add", "scatter", "scatter_add", "_index_put_impl", "_unsafe_index_put"):
+    if name in _PUTS or name in ("scatter", "scatter_add"):
         return place != "self" and op.tracker.labels.zero(op["self"])
     return name not in ("index", "index_select", "gather") or place == "self"
 
@@ -454,28 +455,17 @@ def _sliced(call: Linear) -> Made:
     return None if region is None else [(placed(call.parts, call.shape, region, sizes), sizes)]
 
 
-def _of_public_rows(call: Linear) -> Made:
-    """The gradient of rows of a table that no example chooses, such as an embedding of positions."""
-    op, parts = call.op, call.parts
-    if op["grad_output"] is not call.tensor or op["scale_grad_by_freq"]:
+def _in_entries(call: Linear) -> Made:
+    """Added up in entries of a table that no example chooses, such as an embedding of positions."""
+    op = call.op
+    values, _, entries = added_in_entries(op)
+    if entries is None:
         return None
-    rows = parts.dense()
-    rows = rows.reshape(len(rows), -1, rows.shape[-1])
-    return [(rows_of_table(op, op["indices"].reshape(1, -1), rows), (op["num_weights"], rows.shape[-1]))]
-
-
-def _of_public_places(call: Linear) -> Made:
-    """The same, by an index."""
-    op, indices, table = call.op, call.op["indices"], call.op["self"]
-    index: Tensor | None = indices[0] if len(indices) == 1 and op["accumulate"] else None
-    if index is None or index.dtype in (torch.bool, torch.uint8) or op["values"] is not call.tensor:
-        return _one_by_one(call) if op["accumulate"] else None
-    if call.shape != (*index.shape, *table.shape[1:]) or not op.tracker.labels.zero(table):
-        return _one_by_one(call) if op["accumulate"] else None
-    rows = call.parts.dense().reshape(-1, index.numel(), prod(table.shape[1:]))
-    places = (index.reshape(1, -1) % len(table)).to(rows.device).expand(len(rows), -1)
-    found = Lookup(places, rows, len(table))
-    return [(reshaped(found, (len(table), rows.shape[2]), table.shape), tuple(table.shape))]
+    table = tuple(entries.table)
+    if values is not call.tensor or list(call.shape) != entries.sizes or not _no_constant(call, ""):
+        return _one_by_one(call)
+    indices = [each.expand(entries.shape)[None] for each in entries.indices.values()]
+    return [(put(op, entries, indices, call.parts.dense()), table)]
 
 
 def _weight_norm(call: Linear) -> Made:
@@ -599,11 +589,11 @@ RULES: dict[str, Callable[[Linear], Made]] = {
     **dict.fromkeys(("slice_backward", "select_backward"), _sliced),
     **dict.fromkeys(("zero", "fill"), _nothing),
     **dict.fromkeys(("sum", "mean"), _reduced),
-    **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), _of_public_places),
+    **dict.fromkeys(_PUTS, _in_entries),
     "neg": _negative,
     "masked_fill": _masked,
     "native_batch_norm_backward": _batch_normed,
-    "embedding_dense_backward": _of_public_rows,
+    "embedding_dense_backward": _in_entries,
     "_weight_norm_interface_backward": _weight_norm,
 }
 _LINEAR = frozenset(LINEAR.split())

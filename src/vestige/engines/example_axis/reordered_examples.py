@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vestige.engines.example_axis.indexed_entries import VALUES, indices_of
 from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed
 from vestige.engines.example_axis.operator_calls import Op
 from vestige.engines.per_example.execution import unseen
 
 NOBODY = Rows(0, 1, 1, 0)
 WHY = "puts examples in another order"
+MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_put", "_index_put_impl")
 
 
 @dataclass(frozen=True)
@@ -137,32 +139,28 @@ def moved(op: Op) -> Label | None:
     get = op.tracker.labels.get
     if name in ("_to_copy", "clone"):
         return get(op["self"])
-    if name == "index_select":
-        return _reordered(op, op["self"], op["dim"] % max(1, op["self"].dim()), op["index"])
-    if name in ("index", "_unsafe_index"):
-        places = [place for place, each in enumerate(op["indices"]) if each is not None]
-        return _reordered(op, op["self"], places[0], op["indices"][places[0]]) if len(places) == 1 else None
-    if name == "index_add" and get(op["self"]) is None:
-        return _reordered(op, op["source"], op["dim"] % op["self"].dim(), op["index"], op["self"])
-    if name in ("index_put", "_index_put_impl") and get(op["self"]) is None and len(op["indices"]) == 1:
-        return _reordered(op, op["values"], 0, op["indices"][0], op["self"])
     if name == "scatter" and isinstance(op.given.get("src"), Tensor):
         return _inverse(op)
+    if name in MOVES:
+        return _reordered(op)
     if torch.Tag.pointwise in op.func.tags:
         return _in_one_order(op)
     return None
 
 
-def _reordered(op: Op, given: Tensor, dim: int, index: Any, into: Tensor | None = None) -> Label | None:
-    """Entries that are picked by an index that is a permutation, or put `into` places by it."""
-    if into is not None and (given.dim() != into.dim() or given.shape[dim] != into.shape[dim]):
+def _reordered(op: Op) -> Label | None:
+    """Entries that are picked by an index that is a permutation, or put into public places by it."""
+    written = next((op[name] for name in VALUES if isinstance(op.given.get(name), Tensor)), None)
+    table, given = op["self"], op["self"] if written is None else written
+    (dim, index), *others = (each for each in enumerate(indices_of(op, max(1, table.dim()))) if each[1] is not None)
+    if others or given.shape != table.shape or (written is not None and op.tracker.labels.get(table) is not None):
         return None
     owned = owners_of(op.tracker.labels.get(given), dim, given.shape[dim])
     order = order_of(op.tracker, index, given.shape[dim]) if owned is not None else None
     if owned is None or order is None:
         return None
     rows, owners = owned
-    if into is None:
+    if written is None:
         return arranged(op.name, rows, [owners[place] for place in order])
     return arranged(op.name, rows, [owner for _, owner in sorted(zip(order, owners, strict=True))])
 

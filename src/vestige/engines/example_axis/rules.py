@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from vestige.engines.example_axis import argument_checks
+from vestige.engines.example_axis.indexed_entries import is_mask, read_entries, written_entries
 from vestige.engines.example_axis.labels import (
     Label,
     Labelled,
@@ -39,19 +40,13 @@ from vestige.engines.example_axis.labels import (
 from vestige.engines.example_axis.linear_operators import linear
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, size_tells, sorted_examples
-from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_indices
+from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_entries
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen_by_functions
 
-MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_add_", "index_put", "_index_put_impl_")
-"""Operators that may put rows in another order, or back in place."""
 Given = Label | None | list[Label | None]
 Labeller = Callable[[Op], Given]
-Indices = Sequence[Any]
-"""Tensors, or None for an axis that is kept whole."""
 """From a call of an operator to the label of its output, or of each of its outputs."""
-
-
 Run = Callable[[Tracker, OpOverload, Args, Kwargs], Any]
 """Runs an operator."""
 
@@ -79,7 +74,7 @@ def ruled(labeller: Labeller, run: Run = plainly) -> Rule:
                 given = op.mixed("combines one example with others")
             else:
                 given = labeller(op)
-            if isinstance(problem, Ordered) or (type(given) is Mixed and op.name in MOVES):
+            if isinstance(given, Mixed):
                 given = moved(op) or given
             outputs = op.outputs
             labels = given if isinstance(given, list) else [given] * len(outputs)
@@ -569,173 +564,15 @@ def looked_up(tables: str, index: str) -> Labeller:
     return lambda op: op.label(index) if op.public(*tables.split()) else op.mixed()
 
 
-def gathered(op: Op) -> Given:
-    own, index, dim = op.label("self"), op.label("index"), op["dim"] % max(op["self"].dim(), 1)
-    if own is None:
-        return index
-    if own.axis == dim or op.found.shape[own.axis] != op["self"].shape[own.axis]:
-        return op.mixed()
-    return op.meet(own, index)
-
-
-def scattered(op: Op) -> Given:
-    label = op.meet(*map(op.label, ("self", "index", "src", "source")))
-    return op.off(label, _dims(op["dim"], op["self"].dim()))
-
-
-def selected(op: Op) -> Given:
-    own, index, dim = op.label("self"), op.label("index"), op["dim"] % max(op["self"].dim(), 1)
-    if own is None:
-        return None if index is None else index.at(dim)
-    return own if index is None and own.axis != dim else op.mixed()
-
-
-def added_at(op: Op) -> Given:
-    label = op.meet(op.label("self"), op.label("source"))
-    return op.off(label, _dims(op["dim"], op["self"].dim())) if op.public("index", "value") else op.mixed()
-
-
-def _masks(indices: Indices) -> list[Tensor]:
-    return [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
-
-
-def _index_shape(indices: Indices) -> tuple[list[int], list[int], int, bool]:
-    """Places of the indices, their broadcast shape, where that begins in the result, and whether they are adjacent."""
-    places = [place for place, each in enumerate(indices) if each is not None]
-    shape = list(torch.broadcast_shapes(*(indices[place].shape for place in places)))
-    adjacent = places == list(range(places[0], places[-1] + 1))
-    return places, shape, places[0] if adjacent else 0, adjacent
-
-
-def _indexed(op: Op, indices: Indices) -> Label | None:
-    """The example axis of `self[indices]`."""
-    own = op.label("self")
-    if _masks(indices):
-        if own is None or own.axis >= len(indices) or indices[own.axis] is None:
-            masks = [each for each in indices if each is not None]
-            public = all(op.tracker.labels.get(each) is None for each in masks)
-            alone = len(masks) == 1 and masks[0].dim() == 1
-            if own is None and public:
-                return None
-            if public and alone and own is not None:
-                return own
-        return op.mixed("chooses entries by a mask", unknown=True)
-    places, shape, start, adjacent = _index_shape(indices)
-    labels = {place: op.tracker.labels.get(indices[place]) for place in places}
-    if own is not None and own.axis in places:
-        where = _identity(op, indices[own.axis], op["self"].shape[own.axis])
-        if where is None:
-            return op.mixed("picks rows of other examples")
-        labels[own.axis] = own.at(where)
-    within: Rows | None = None
-    for place, label in labels.items():
-        if not isinstance(label, Rows):
-            continue
-        moved = label.at(label.axis + len(shape) - indices[place].dim())
-        if shape[moved.axis] != indices[place].shape[label.axis] and label.count > 1:
-            return op.mixed("spreads one example over the others")
-        if within is not None and moved != within:
-            return op.mixed(difference(within, moved))
-        within = moved
-    if own is not None and own.axis not in places:
-        if within is not None:
-            return op.mixed("picks rows of other examples")
-        before = sum(place < own.axis for place in places)
-        if adjacent:
-            return own if own.axis < start else own.at(own.axis - before + len(shape))
-        return own.at(len(shape) + own.axis - before)
-    return None if within is None else within.at(start + within.axis)
-
-
-def _identity(op: Op, index: Tensor, size: int) -> int | None:
-    """The axis along which an index is 0, 1, 2, ... for all rows; None if it is not known to be that."""
-    axes = [place for place, (n, s) in enumerate(zip(index.shape, index.stride(), strict=True)) if n > 1 and s]
-    if len(axes) != 1 or index.shape[axes[0]] != size or index.is_floating_point():
-        return None
-    return axes[0] if op.tracker.labels.counts(index, size, index.stride(axes[0])) else None
-
-
 def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    if any(tracker.labels.get(each) is not None for each in _masks(args[1])):
+    if any(is_mask(each) and tracker.labels.get(each) is not None for each in args[1]):
         return read(
             tracker, func, args, kwargs, labelled
         )  # how much is chosen depends on values, be they of one example
     label = of_one_example(labelled)
     if label is not None:
         return tracker.finish(func, func(*args, **kwargs), [label], args, kwargs)
-    return _INDEX.apply(tracker, func, args, kwargs, labelled)
-
-
-def written_at(op: Op) -> Given:
-    """`self[indices] = values`: values must come to the rows that they are of."""
-    indices, values = op["indices"], op["values"]
-    own, given = op.label("self"), op.label("values")
-    masks = _masks(indices)
-    if masks:
-        mask = op.tracker.labels.get(masks[0])
-        if len(indices) == 1 and values.numel() == 1 and given is None:  # as masked_fill does
-            label = op.meet(own, mask)
-            return label if not isinstance(label, Rows) or label.axis < masks[0].dim() or mask is None else op.mixed()
-        return op.mixed("chooses entries by a mask", unknown=True)
-    if given is None and all(op.tracker.labels.get(each) is None for each in indices if each is not None):
-        return own  # public values in public places
-    target = _indexed(op, indices) if own is not None else _written_axis(op, indices)
-    if not isinstance(target, Rows | None):
-        return target
-    places, shape, start, adjacent = _index_shape(indices)
-    if given is None:
-        return _home(op, own, target, indices)
-    free = [place for place in range(op["self"].dim()) if place not in places]
-    chosen = [op["self"].shape[place] for place in free]
-    chosen[start:start] = shape  # the shape of `self[indices]`
-    at = given.at(given.axis + len(chosen) - values.dim())
-    if chosen[at.axis] != values.shape[given.axis] and given.count > 1:
-        return op.mixed("spreads one example over the others")
-    if target is None and own is None:
-        behind = at.axis - (start + len(shape)) if at.axis >= start + len(shape) else at.axis
-        kept = at.axis < start or at.axis >= start + len(shape)
-        if not kept:
-            return op.mixed("puts rows in places that are not their own")
-        return at.at(at.axis if adjacent and at.axis < start else free[behind + (start if adjacent else 0)])
-    if target != at:
-        return op.mixed("puts rows in places that are not their own")
-    return _home(op, own, target, indices)
-
-
-def _written_axis(op: Op, indices: Indices) -> Label | None:
-    """The example axis of values that are written into something public by indices: by `arange(B)` among others."""
-    places, shape, start, _ = _index_shape(indices)
-    labels = [op.tracker.labels.get(indices[place]) for place in places]
-    rows = [label for label in labels if isinstance(label, Rows)]
-    given = op.label("values")
-    chosen = rows or ([] if given is None else [given])  # by public numbers, all of them in their order
-    for place in places if chosen else ():
-        size = op["self"].shape[place]
-        where = _identity(op, indices[place], size)
-        if where is not None and all(
-            label is None
-            or (
-                isinstance(label, Rows)
-                and label.at(0) == chosen[0].at(0)
-                and indices[p].shape[label.axis] == size
-                and label.axis - indices[p].dim() == where - indices[place].dim()
-            )
-            for p, label in zip(places, labels, strict=True)
-        ):
-            return chosen[0].at(start + where + len(shape) - indices[place].dim())
-    return op.mixed("puts rows in places that are not their own") if rows else None
-
-
-def _home(op: Op, own: Rows | None, target: Rows | None, indices: Indices) -> Label | None:
-    """The label of the whole after a write."""
-    if own is not None or target is None:
-        return own
-    places, shape, start, _ = _index_shape(indices)
-    for place in places:
-        at = _identity(op, indices[place], op["self"].shape[place])
-        if at is not None and start + at + len(shape) - indices[place].dim() == target.axis:
-            return target.at(place)
-    return op.mixed("puts rows in places that are not their own")
+    return _BY_READING.apply(tracker, func, args, kwargs, labelled)
 
 
 def sliced_backward(op: Op) -> Given:
@@ -849,15 +686,12 @@ TABLE: dict[Labeller, str] = {
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_fused_attention_overrideable_backward",
     recurrent: "mkldnn_rnn_layer _cudnn_rnn",
     recurrence: "recurrence recurrence_backward",
-    looked_up("weight", "indices"): "embedding",
     looked_up("self", "index"): "take",
     looked_up("boundaries", "self"): "bucketize",
     looked_up("sorted_sequence sorter", "self"): "searchsorted",
-    gathered: "gather",
-    scattered: "scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_",
-    selected: "index_select",
-    added_at: "index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_",
-    written_at: "index_put index_put_ _index_put_impl_ _unsafe_index_put",
+    read_entries: "embedding gather index_select index _unsafe_index",
+    written_entries: "scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put "
+    "_index_put_impl_ _unsafe_index_put",
     sliced_backward: "slice_backward unfold_backward",
     select_backward: "select_backward",
     put_in: "slice_scatter select_scatter",
@@ -912,7 +746,7 @@ def product_in_parts(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwa
 
 
 _COPY = ruled(copied)
-_INDEX = ruled(lambda op: _indexed(op, op["indices"]))
+_BY_READING = ruled(read_entries)
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
 DRAWN, FOREIGN = Rule(drawn, of_one_example=False), Rule(foreign, of_one_example=False)
@@ -970,21 +804,20 @@ def adding_up(parts: Callable[[Op], Found], rule: Rule) -> Rule:
     """The rule of an operator that may add up what belongs to different examples, in a backward pass."""
 
     def apply(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-        found = added_up(parts, tracker, func, args, kwargs, labelled) if tracker.adds_up else None
+        if not tracker.adds_up or (parts is of_entries and _home(tracker, func, args, kwargs, labelled)):
+            return rule.apply(tracker, func, args, kwargs, labelled)
+        found = added_up(parts, tracker, func, args, kwargs, labelled)
         return rule.apply(tracker, func, args, kwargs, labelled) if found is None else found
 
-    def in_place(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-        """Rows that come to their own places are no sum."""
-        op = Op(tracker, func, args, kwargs, labelled, None)
-        known = first_mixed([label for _, label in labelled]) is None
-        with unseen_by_functions():
-            home = known and isinstance(written_at(op), Rows)
-        return (rule.apply if home else apply)(tracker, func, args, kwargs, labelled)
-
-    if parts is of_indices:
-        return Rule(in_place, rule.of_one_example)
-
     return Rule(apply, rule.of_one_example)
+
+
+def _home(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> bool:
+    """Whether an operator puts rows in their own places: then they are no sum."""
+    if "self" not in (op := Op(tracker, func, args, kwargs, labelled, None)).given:
+        return False
+    with unseen_by_functions():
+        return first_mixed(label for _, label in labelled) is None and isinstance(written_entries(op), Rows)
 
 
 install_rules(find_rule, linear)

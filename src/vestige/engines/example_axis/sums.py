@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from vestige.engines.example_axis.indexed_entries import Entries, indices_of, is_mask
 from vestige.engines.example_axis.labels import (
     Labelled,
     Rows,
@@ -44,7 +45,7 @@ from vestige.engines.per_example.gradient_forms import (
     product,
     wide,
 )
-from vestige.engines.per_example.gradient_maps import reshaped
+from vestige.engines.per_example.gradient_maps import reshaped, times
 
 
 @dataclass(frozen=True)
@@ -188,25 +189,6 @@ def reduced_shape(op: Op) -> list[int]:
     return [1 if place in dims else size for place, size in enumerate(tensor.shape) if kept or place not in dims]
 
 
-def of_table(op: Op) -> Found:
-    """The gradient of an embedding, by indices that may be public."""
-    label, index, own = op.label("grad_output"), op["indices"], op.label("indices")
-    if label is None or op["scale_grad_by_freq"] or not whole(label, op["grad_output"]) or own not in (None, label):
-        return None
-    if label.axis >= index.dim():
-        return None
-    rows, places = by_example(label, op["grad_output"]), by_example(label, index).reshape(label.count, -1)
-    return label, [(rows_of_table(op, places, rows.reshape(label.count, -1, rows.shape[-1])),)]
-
-
-def rows_of_table(op: Op, places: Tensor, rows: Tensor) -> Lookup:
-    """One row of the table may have no gradient (`padding_idx`)."""
-    height, unused = op["num_weights"], op["padding_idx"]
-    if 0 <= unused < height:
-        rows = rows.masked_fill((places == unused)[:, :, None], 0.0)
-    return Lookup(places.expand(len(rows), -1), rows, height)
-
-
 def of_convolution(op: Op) -> Found:
     """Weight and bias of a convolution. Of a transposed one, what is the image is the gradient of the output."""
     label = meeting(op, ("grad_output", 0), ("input", 0))
@@ -296,61 +278,56 @@ def of_batch_norm(op: Op) -> Found:
     return label, [(Dense(_per_channel(folded(label, part), label.count)),) for part in (each, op["grad_out"])]
 
 
-def of_rows_put(op: Op) -> Found:
-    """Rows that are added up in places of something public, by the numbers of its rows."""
-    table, source = op["self"], op["source"]
-    dim, label, own = op["dim"] % max(1, table.dim()), op.label("source"), op.label("index")
-    if label is None or label.axis != dim or own not in (None, label.at(0)) or not whole(label, source):
+def of_entries(op: Op) -> Found:
+    """Values that are added up in entries of something public, such as the gradient of a table that was read."""
+    values, label, entries = added_in_entries(op)
+    if entries is None or label is None or not whole(label, values) or list(values.shape) != entries.sizes:
         return None
-    if not op.public("self"):
+    if entries.axes[label.axis] is not None or entries.label_of_indices() not in (None, label):
         return None
-    index, rows = by_example(label.at(0), op["index"]), by_example(label, source) * op["alpha"]
-    if dim == 0 and table.dim() == 2:
-        return label, [(Lookup(index, rows, len(table)),)]
-    width = prod(size for place, size in enumerate(table.shape) if place != dim)
-    found = Dense(Lookup(index, rows.reshape(*index.shape, width), table.shape[dim]).dense())
-    moved = (table.shape[dim], *(size for place, size in enumerate(table.shape) if place != dim))
-    return label, [(Dense(reshaped(found, found.value.shape[1:], moved).dense().movedim(1, 1 + dim)),)]
+    at = label.at(label.axis - entries.start)
+    indices = [alone(at, each.expand(entries.shape)) for each in entries.indices.values()]
+    return label, [(put(op, entries, indices, alone(label, values)),)]
 
 
-def of_scattered(op: Op) -> Found:
-    label, dim = op.label("src"), op["dim"] % max(1, op["self"].dim())
-    if label is None or not op.public("self") or op.label("index") not in (None, label) or not whole(label, op["src"]):
-        return None
-    if op["index"].shape != op["src"].shape or label.axis != dim:
-        return None
-    index, source = alone(label, op["index"]), wide(alone(label, op["src"]))
-    return label, [(Dense(source.new_zeros(label.count, *op["self"].shape).scatter_add_(1 + dim, index, source)),)]
+VALUES = {"embedding_dense_backward": "grad_output", "index_add": "source", "scatter_add": "src"}
+"""What operators call what they add up in entries of a table, if not `values`."""
 
 
-def of_indices(op: Op) -> Found:
-    """Values that are added up in places of something public, by indices."""
-    indices, table, values, label = op["indices"], op["self"], op["values"], op.label("values")
-    given = [each for each in indices if each is not None]
-    if not op["accumulate"] or label is None or not op.public("self") or not whole(label, values):
-        return None
-    if any(each.is_floating_point() or each.dtype in (torch.bool, torch.uint8) for each in given):
-        return None
-    shape = torch.broadcast_shapes(*(each.shape for each in given))
-    if len(given) < len(indices) or label.axis >= len(shape):
-        return None
-    for each in given:
-        own = op.tracker.labels.get(each)
-        if own is not None and (not isinstance(own, Rows) or own.at(own.axis + len(shape) - each.dim()) != label):
-            return None
-    places = [alone(label, each.expand(shape)).to(values.device) for each in given]
+def added_in_entries(op: Op) -> tuple[Tensor, Rows | None, Entries | None]:
+    """Values that an operator adds up in entries of something public, their label, and the entries; None if it does
+    something else with them."""
+    name = VALUES.get(op.name.rstrip("_"), "values")
+    table = (op["num_weights"], op["grad_output"].shape[-1]) if name == "grad_output" else op["self"].shape
+    odd = not op.given.get("accumulate", True) or op.given.get("scale_grad_by_freq") or not op.public("self")
+    odd = odd or any(map(is_mask, indices_of(op, max(1, len(table)))))
+    return op[name], op.label(name), None if odd else Entries(op, table)
+
+
+def put(op: Op, entries: Entries, indices: Sequence[Tensor], values: Tensor) -> Gradient:
+    """Each example's values [examples, ...] added up in a table of zeros, by indices [examples or 1, ...]."""
+    places = [each.to(values.device) for each in indices]
+    if entries.along:
+        zeros, dim = wide(values).new_zeros(len(values), *entries.table), next(iter(entries.indices))
+        return Dense(zeros.scatter_add_(1 + dim, places[0].expand_as(values), wide(values)))
+    rank, start = len(entries.shape), 1 + entries.start
+    rows = values.movedim(list(range(start, start + rank)), list(range(1, 1 + rank))).flatten(1, rank)
+    places = [each.flatten(1) for each in places]
+    order = [*entries.indices, *(axis for axis in entries.axes if axis is not None)]
+    sizes = [entries.table[axis] for axis in order]
     if len(places) == 1:
-        width = prod(table.shape[1:])
-        rows = by_example(label, values).reshape(label.count, -1, width)
-        found = Lookup(
-            by_example(label, given[0].expand(shape)).reshape(label.count, -1).to(values.device) % len(table),
-            rows,
-            len(table),
-        )
-        return label, [(reshaped(found, (len(table), width), table.shape),)]
-    examples = torch.arange(label.count, device=values.device).view(-1, *[1] * len(shape))
-    each = wide(alone(label, values))
-    return label, [(Dense(each.new_zeros(label.count, *table.shape).index_put_((examples, *places), each, True)),)]
+        place, width = places[0] % sizes[0], prod(sizes[1:])
+        rows = rows.reshape(len(rows), -1, width)
+        if 0 <= op.given.get("padding_idx", -1) < sizes[0]:  # a row of the table that has no gradient
+            rows = rows.masked_fill((place == op["padding_idx"])[:, :, None], 0.0)
+        found = reshaped(Lookup(place.expand(len(rows), -1), rows, sizes[0]), (sizes[0], width), sizes)
+    else:
+        examples = torch.arange(len(rows), device=rows.device)[:, None]
+        found = Dense(wide(rows).new_zeros(len(rows), *sizes).index_put_((examples, *places), wide(rows), True))
+    found = found if op.given.get("alpha", 1) == 1 else times(found, op["alpha"])
+    if order == sorted(order):
+        return found
+    return Dense(found.dense().permute(0, *(1 + order.index(axis) for axis in range(len(order)))))
 
 
 def of_experts(op: Op) -> Found:
@@ -388,10 +365,8 @@ ADDS_UP: dict[Callable[[Op], Found], str] = {
     of_matrices: "mm bmm",
     of_vectors: "mv dot",
     of_axes: "sum",
-    of_table: "embedding_dense_backward",
-    of_rows_put: "index_add index_add_",
-    of_scattered: "scatter_add scatter_add_",
-    of_indices: "index_put index_put_ _index_put_impl_ _unsafe_index_put",
+    of_entries: "embedding_dense_backward index_add index_add_ scatter_add scatter_add_ index_put index_put_ "
+    "_index_put_impl_ _unsafe_index_put",
     of_convolution: "convolution_backward",
     of_layer_norm: "native_layer_norm_backward",
     of_rms_norm: "_fused_rms_norm_backward",
