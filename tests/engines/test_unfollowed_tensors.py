@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vestige.engines.example_axis import rules  # noqa: F401  (installed where they are imported)
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import Labels, Mixed, NotApart, Tracker
+from vestige.engines.example_axis.labels import Labels, Mixed, NotApart, Rows, Tracker
 
 
 class Wrapped(Tensor):
@@ -76,3 +76,24 @@ def test_the_memory_of_examples_is_read(read):
         read(rows)
     with tracker, TrackedFunctions(tracker, inside=True):
         read(torch.ones(3))
+
+
+def test_single_examples_in_a_part_of_memory_are_known_by_the_byte():
+    """What nothing was written to is public, what shows one example is its own, and several out of order are mixed."""
+    labels, memory = Labels(), torch.zeros(4, 3, 2)
+    for place in range(3):
+        labels.write(memory[1, place], Rows(-1, 1, 3, 9, place))
+    assert labels.get(memory[0]) is None
+    assert labels.get(memory[2:]) is None
+    assert labels.get(memory[1]) == Rows(0, 1, 3, 9)
+    assert labels.get(memory[1, 1]) == labels.get(memory[1, 1, 1:]) == Rows(-1, 1, 3, 9, 1)
+    assert labels.get(memory.flatten()[:4]) is None
+    read = memory.view(torch.uint8).flatten()
+    ends = memory[1, 0].data_ptr() + 8 - memory.data_ptr()
+    assert labels.get(read[ends - 1 : ends]) == Rows(-1, 1, 3, 9, 0)
+    assert labels.get(read[ends - 8 * 1 - 1 : ends - 8]) is None
+    for several in (memory, memory[1].T, memory[1].flatten(), memory[1, 1:]):
+        assert isinstance(labels.get(several), Mixed)
+    labels.write(memory[1, 0, :1], Rows(-1, 1, 3, 9, 2))
+    assert isinstance(labels.get(memory[1]), Mixed)
+    assert labels.get(memory[1, 1]) == Rows(-1, 1, 3, 9, 1)

@@ -303,6 +303,85 @@ def test_rows_of_another_batch_are_not_this_rows_own(how):
         optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["instead", "beside"])
+def test_rows_of_an_earlier_draw_are_refused_where_they_are_as_many(how):
+    """Each row counts in the draws that it joins alone, also where all parts have one size."""
+    steps, model, optimizer, loader = private(make_toy()[0], max_physical_batch_size=4)
+    held, stepped = None, 0
+    with pytest.raises(ValueError, match="not those of the batch that the private loader handed out for this step"):
+        for x, y in loader:
+            again = held is not None and len(held[0]) == len(x)
+            if not again or how == "beside":
+                LOSS(model(x), y).backward()
+            if again:
+                LOSS(model(held[0]), held[1]).backward()
+            optimizer.step()
+            held, stepped = (x, y), stepped + 1
+    assert stepped
+    assert not steps.passes.assumed
+
+
+def of_the_last_batch(x):
+    return x.mean(0)
+
+
+def by_a_function_of_the_users_own(x):
+    return x.new_zeros(5).copy_(sum(x[i] for i in range(len(x))))
+
+
+@pytest.mark.parametrize("made", [of_the_last_batch, by_a_function_of_the_users_own], ids=lambda each: each.__name__)
+def test_what_is_kept_is_followed_after_an_epoch(made):
+    """Between the last step and the next batch nothing is to be followed but what was kept."""
+    _, model, optimizer, loader = private(make_toy()[0])
+    for x, y in loader:
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    assert not followed()
+    centre = made(x)
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match=r"is not a row's own: (mean|add) at .*test_tracking.py:\d+"):
+        model(x - centre)
+
+
+class Kept(torch.utils.data.Dataset):
+    """Rows that a dataset changes by what a loop has left with it."""
+
+    def __init__(self):
+        self.tensors, self.centre = make_toy()[1], torch.zeros(5)
+
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, row):
+        return self.tensors[0][row] - self.centre, self.tensors[1][row]
+
+
+@pytest.mark.parametrize("how", ["torch's collation", "another"])
+def test_what_a_loop_leaves_with_its_dataset_is_no_rows_own(how):
+    data, model = Kept(), make_toy()[0]
+    collate = None if how == "torch's collation" else example_by_example
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(data, batch_size=12, collate_fn=collate),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="is not a row's own: (mean at|dataset at .* gives what was kept)"):
+        for x, y in loader:
+            LOSS(model(x), y).backward()
+            optimizer.step()
+            data.centre = x.mean(0)
+
+
+def test_a_collate_fn_that_hands_out_an_earlier_batch_is_refused():
+    held = []
+
+    def late(rows):
+        held.append((torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])))
+        return held[max(0, len(held) - 2)]
+
+    with pytest.raises(ValueError, match="the private loader at .* gives what was kept of an earlier batch"):
+        stated(TensorDataset(*make_toy()[1]), late)
+
+
 # --- sound loops ------------------------------------------------------------------------------------------------------
 
 WEIGHT = torch.tensor([0.5, 1.0, 3.0])
@@ -549,6 +628,25 @@ def test_what_a_later_step_reads_is_recorded_too():
     assert {known[name][0] for name in ("nothing_else", "loss_per_example", "divisor")} == {"assumed"}
 
 
+def test_what_is_read_after_the_last_step_decides_nothing_of_its_loss():
+    model, engine = nn.Linear(5, 3), PrivacyEngine()
+    moves = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=moves, data_loader=DataLoader(TensorDataset(*make_toy()[1]), batch_size=12),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    for expected in ("checked", "assumed"):
+        for x, y in loader:
+            loss = LOSS(model(x), y)
+            loss.backward()
+            optimizer.step()
+        assert engine.guarantee(1e-3).assumption("loss_per_example").status == expected
+        print(loss.item())
+        found = engine.guarantee(1e-3)
+        assert "local_scalar_dense at" in found.assumption("nothing_else").detail
+        assert found.assumption("loss_per_example").status == expected
+
+
 def test_a_distance_of_the_users_own_inside_a_loss_is_followed():
     """Its reads dispatch no operator: only the function mode sees them."""
     steps, model, _, loader = private(make_toy()[0])
@@ -606,6 +704,19 @@ def filled_elsewhere(rows):
     return filled(rows, shift=1)
 
 
+def beside_its_mask(rows):
+    """What is written of examples lies beside what is made of their lengths alone."""
+    x, mask = torch.zeros(2, len(rows), 5)
+    mask.fill_(0.5)
+    for place, (own, _) in enumerate(rows):
+        x[place, : len(own)], mask[place, : len(own)] = own, 1
+    return x * mask, torch.stack([y for _, y in rows])
+
+
+def of_numbers(rows):
+    return torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])
+
+
 def out_of_order(rows):
     return torch.stack([x for x, _ in rows[::-1]]), torch.stack([y for _, y in rows])  # mixes
 
@@ -615,6 +726,8 @@ def test_a_collate_fn_is_followed():
     assert stated(data, example_by_example)["loss_per_example"][0] == "checked"
     assert stated(data, padded_in_order)["loss_per_example"][0] == "checked"
     assert stated(data, filled)["loss_per_example"][0] == "checked"
+    assert stated(data, beside_its_mask)["loss_per_example"][0] == "checked"
+    assert stated([(x, int(y)) for x, y in data], of_numbers)["loss_per_example"][0] == "assumed"
     with pytest.raises(ValueError, match="takes entries of several examples out of their order"):
         stated(data, filled_elsewhere)
     for leak in (by_the_batch, out_of_order):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from vestige.checks import (
 from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import sizes_of
+from vestige.engines.example_axis.labels import Read
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.gradient_forms import differentiable
 from vestige.engines.per_example.sums_of_users import RowCounts
@@ -100,6 +101,9 @@ ROWS = "-rows-"
 """In the names of folders in which processes keep their rows of a checkpoint."""
 
 
+PADS = "may pad rows to each other, and makes of a row's length what is that row's own"
+
+
 class PrivacyEngine(HoldsKey):
     """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` as ever.
 
@@ -159,6 +163,10 @@ class PrivacyEngine(HoldsKey):
         self._cuda_graphs = cuda_graphs
         self._shown: tuple[object, ...] | None = None
         """What the passes had shown of the assumptions when that was last written down."""
+        self._reads_before_step = 0
+        """How many reads of the examples were noted before the last step."""
+        self._finished = False
+        """Whether the ledger is closed to what is seen later."""
         self._collates = ""
         """What makes batches of examples, where that is not torch's collation."""
         self._population = 0
@@ -503,17 +511,21 @@ class PrivacyEngine(HoldsKey):
             if each.name not in ("loss_per_example", "padding", "divisor"):
                 assumptions.record(self._ledger, each.name, each.status, each.detail)
         if self._collates:
-            assumptions.record(self._ledger, "padding", "assumed", f"{self._collates} may pad rows to each other")
+            assumptions.record(self._ledger, "padding", "assumed", f"{self._collates} {PADS}")
         else:
             assumptions.record(
                 self._ledger, "padding", "not needed", "torch's collation: rows of a batch have one shape"
             )
 
-    def _record_passes(self) -> None:
-        """Write down what the passes of a step have shown, before it is charged."""
+    def _record_passes(self, ended: bool = False) -> None:
+        """Write down what the passes of a step have shown, before it is charged. What is read after the last step, as
+        where training has `ended`, decides nothing of its loss."""
         passes, ledger = self._private_steps().passes, self._ledger
         reads = passes.tracking.reads
-        shown = passes.assumed, passes.tracking.unproved, passes.lengths.vary, passes.written, len(reads)
+        if not ended:
+            self._reads_before_step = len(reads)
+        counts = len(reads), self._reads_before_step
+        shown = passes.assumed, passes.tracking.unproved, passes.lengths.vary, passes.written, counts
         if shown == self._shown:
             return
         seen = "every operator from the loader to the backward pass was followed"
@@ -535,9 +547,10 @@ class PrivacyEngine(HoldsKey):
         if passes.lengths.vary:
             assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
         if reads:
-            where = ", ".join(sorted({f"{read.operator} at {read.where}" for read in reads}))
-            detail = f"the loop reads values of its examples ({where}): do not act on them or publish them"
+            detail = f"the loop reads values of its examples ({_places(reads)}): do not act on them or publish them"
             assumptions.record(ledger, "nothing_else", "assumed", detail)
+        if reads[: self._reads_before_step]:
+            where = _places(reads[: self._reads_before_step])
             decides = f"what the loop reads of its examples ({where}) decides nothing of a loss, a weight or a length"
             for name in ("loss_per_example", "divisor", "padding"):
                 assumptions.record(ledger, name, "assumed", decides)
@@ -549,7 +562,8 @@ class PrivacyEngine(HoldsKey):
         if self._steps is not None and self._ledger.spent:
             self._steps.require_public()
             self._steps.passes.note_writes()
-            self._record_passes()
+            if not self._finished:
+                self._record_passes(ended=True)
 
     @python_numbers
     def get_epsilon(self, delta: float) -> float:
@@ -631,6 +645,7 @@ class PrivacyEngine(HoldsKey):
         self._private_steps()
         self._record_writes()
         self._ledger.finish(files)
+        self._finished = True
 
     def state_dict(self) -> dict[str, Any]:
         """The memory, the place in the ledger, and which canaries are planted, if any; no other random state, nor the
@@ -807,6 +822,11 @@ class PrivacyEngine(HoldsKey):
         if self._steps is None:
             raise ValueError("call make_private first")
         return self._steps
+
+
+def _places(reads: Sequence[Read]) -> str:
+    """Where values of the examples were read."""
+    return ", ".join(sorted({f"{read.operator} at {read.where}" for read in reads}))
 
 
 def refuse_others(others: dict[str, Any]) -> None:

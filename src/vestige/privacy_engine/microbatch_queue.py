@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -66,6 +67,8 @@ class MicrobatchQueue:
         self._steps, self._left = steps, steps
         self.listener: Callable[[], None] = lambda: None
         """Called whenever a part is drawn."""
+        self._batches: WeakKeyDictionary[Microbatch, int] = WeakKeyDictionary()
+        """The number of the batch that was handed out for each part, which its rows are labelled with."""
         self.tracking: Tracking | None = None
         """Follows what is made of the batches that are handed out."""
         self.restart: Callable[[int], None] = lambda draw: None
@@ -103,17 +106,20 @@ class MicrobatchQueue:
 
     def _label(self, batch: Any) -> None:
         if self.tracking is not None:
-            self.tracking.hand_out(batch, self._drawn[-1].rows)
+            self._batches[self._drawn[-1]] = self.tracking.hand_out(batch, self._drawn[-1].rows)
 
     def pause(self) -> None:
         """Nothing of a batch is computed now, unless one that was handed out waits to be used."""
         if self.tracking is not None and not self._drawn:
-            self.tracking.stop()
+            self.tracking.rest()
 
     def go_on(self) -> None:
         """A step is over, or its closure begins: follow what is made of its batch, and of others fetched before it."""
-        if self.tracking is not None and (self._ahead is not None or self.waiting()):
-            self.tracking.start()
+        if self.tracking is not None:
+            if self._ahead is not None or self.waiting():
+                self.tracking.start()
+            else:
+                self.tracking.rest()
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""
@@ -121,9 +127,9 @@ class MicrobatchQueue:
         self._ahead = None if self._ahead is None else deque()
         self.current = self._taken = None
 
-    def take(self, rows: int) -> Microbatch | None:
+    def take(self, rows: int, batch: int) -> Microbatch | None:
         """The part that a pass over so many rows is about: the next one handed out that no pass was about yet, or the
-        last one that one was about.
+        last one that one was about. The rows are those of this `batch`: others of an earlier one are not in the draw.
 
         A loop may fetch several before it uses the first, but it uses them in order and leaves none out: whether a
         batch is used could depend on what is in it, and no noise would cover that.
@@ -133,10 +139,14 @@ class MicrobatchQueue:
             if part is self._taken:
                 break
             fresh = part
-        if fresh is not None and fresh.rows == rows:
+        if fresh is not None and self._is_about(fresh, rows, batch):
             self._taken = fresh
             return fresh
-        return self._taken if self._taken is not None and self._taken.rows == rows else None
+        return self._taken if self._taken is not None and self._is_about(self._taken, rows, batch) else None
+
+    def _is_about(self, part: Microbatch, rows: int, batch: int) -> bool:
+        """Rows that came from no labelled batch have a negative number."""
+        return part.rows == rows and (batch < 0 or self._batches.get(part) == batch)
 
     def waiting(self) -> list[Microbatch]:
         """The parts that a pass may be about."""
@@ -161,9 +171,11 @@ class MicrobatchQueue:
             self._taken = None if self._taken is self.current else self._taken
             self.current = None
 
-    def expected(self) -> str:
-        """What passes could be about, in words for an error."""
+    def expected(self, rows: int) -> str:
+        """What passes could be about, instead of one about these rows; in words for an error."""
         sizes = [part.rows for part in self.waiting()]
+        if rows in sizes:
+            return "they are not those of the batch that the private loader handed out for this step"
         if not sizes:
             return "no batch of the private loader is waiting to be used"
         return f"the private loader handed out {', '.join(map(str, sizes[:4]))}{' ...' if len(sizes) > 4 else ''} rows"
@@ -222,10 +234,13 @@ class UserBatches(MicrobatchQueue):
         super().__init__()
         self._draws = 0
 
-    def take(self, rows: int) -> Microbatch:
+    def take(self, rows: int, batch: int) -> Microbatch:
         if self.current is None or self.current.rows != rows:
             self._draws += 1
             self.announce(Microbatch(self._draws, 0, True, rows))
-        found = super().take(rows)
+        found = super().take(rows, batch)
         assert found is not None
         return found
+
+    def _is_about(self, part: Microbatch, rows: int, batch: int) -> bool:
+        return part.rows == rows

@@ -531,7 +531,7 @@ class Passes:
         labels: Sequence[Rows],
         reductions: Sequence[str | None],
     ) -> list[Any]:
-        rows, part = opened.examples, self.parts.take(opened.examples)
+        rows, part = opened.examples, self.parts.take(opened.examples, opened.batch)
         reached = partial(self._reached, opened, part, labels)
         # The gradient of a row's own loss: what the model has reduced itself is known, of the rest it was said.
         factors: list[Factor] = [rows if (kind or self._said) == "mean" else 1 for kind in reductions]
@@ -556,8 +556,9 @@ class Passes:
         """A backward pass has come to the outputs of the model; if the pass was captured, what takes it on."""
         if part is None or not self.parts.usable(part):
             raise ValueError(
-                f"this pass of the model is about {opened.examples} rows, but {self.parts.expected()}: train on "
-                "the batches of the loader that make_private returned, each in one step, in order and leaving none out"
+                f"this pass of the model is about {opened.examples} rows, but {self.parts.expected(opened.examples)}: "
+                "train on the batches of the loader that make_private returned, each in one step, in order and leaving "
+                "none out"
             )
         for label, signal in zip(labels, signals, strict=True):
             own = self.tracking.label(signal)

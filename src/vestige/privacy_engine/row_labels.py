@@ -1,8 +1,9 @@
 """Is every gradient of a loop public, released, or that row's own? Labels travel with a batch from loader to backward.
 
 The private loader labels each batch that it hands out, and every operator that runs until the step is followed
-(`engines.example_axis`): through other modules, losses, weights and hooks, forward and backward. What a loop reads of
-its examples is returned, and noted with file and line.
+(`engines.example_axis`): through other modules, losses, weights and hooks, forward and backward. Between steps and
+after an epoch, calls that are given memory of the examples still are (`Remaining`). What a loop reads of its examples
+is returned, and noted with file and line.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
 from vestige.engines.example_axis.labels import OUTSIDE, Label, Labels, Mixed, Read, Rows, Tracker, mixed
+from vestige.engines.per_example.execution import unseen_by_functions
+
+
+class Remaining(TorchFunctionMode):
+    """While no batch is in use: of what is left of the examples, what is made is followed; other calls run as they
+    are."""
+
+    def __init__(self, tracking: Tracking) -> None:
+        super().__init__()
+        self._tracking = tracking
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with unseen_by_functions():
+            left = self._tracking.labels.memories((args, kwargs) if kwargs else args)
+        if not left:
+            return function(*args, **(kwargs or {}))
+        with torch.autograd.set_multithreading_enabled(False), self._tracking.tracker, self._tracking.functions:
+            return function(*args, **(kwargs or {}))
 
 
 class Tracking:
@@ -43,32 +62,37 @@ class Tracking:
         self.label: Callable[[Tensor], Label | None] = self.labels.get
         self.tracker = Tracker(self.labels, strict=False)
         self.reads: list[Read] = self.tracker.reads
-        self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
+        self.functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
         self.batches = 0
         """The number of the last batch, among those of all loops."""
         self.unproved = False
         """Whether a collate_fn has made batches in ways that are not followed."""
-        self.handed_out = False
-        """Whether the batch in use came labelled from the loader."""
         self._on: int | None = None
         """The thread in which modes are on."""
+        self._remaining = Remaining(self)
+        self._resting = False
+        """Whether no more than that one is on."""
+        self._collated: int | None = None
+        """The number of the batch that a collate_fn has made and that is not handed out yet."""
 
     def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
         """A batch of examples, made by a `collate_fn` of the user's: each tensor that it is given is one example's, and
         what it makes of them is followed. What it makes in other ways (lists, NumPy), or reads, is noted in
-        `unproved`."""
+        `unproved`: of examples that are tensors alone, what it makes of none of them follows from their sizes."""
         if not isinstance(examples, list):
             return collate(examples)
-        self.batches = next(self._numbers)
+        self.batches = self._collated = next(self._numbers)
         rows, number, seen = len(examples), self.batches, len(self.reads)
 
         def own(place: int, value: Any) -> Any:
             copy = value.clone()
-            self.labels.set(copy, Rows(-1, 1, rows, number, place))
+            kept = self.labels.get(value) is not None
+            self.labels.set(copy, mixed("dataset", KEPT) if kept else Rows(-1, 1, rows, number, place))
             return copy
 
+        tensors_alone = all(isinstance(leaf, Tensor | None) for leaf in tree_leaves(examples))
         taken = [tree_map_only(Tensor, partial(own, place), each) for place, each in enumerate(examples)]
-        off = self._on is None
+        off = self._on is None or self._resting
         self.start()
         try:
             batch = collate(taken)
@@ -76,44 +100,57 @@ class Tracking:
             self.unproved = self.unproved or len(self.reads) > seen
             del self.reads[seen:]
             if off:
-                self._off()
+                self.rest()
         for leaf in tree_leaves(_open(batch)):
             label = self.labels.get(leaf) if isinstance(leaf, Tensor) else None
-            if label is None or (isinstance(label, Mixed) and label.unknown):
+            made_elsewhere = label is None and not (tensors_alone and isinstance(leaf, Tensor))
+            if made_elsewhere or (isinstance(label, Mixed) and label.unknown):
                 self.unproved = True
         return batch
 
-    def hand_out(self, batch: Any, rows: int) -> None:
-        """Label a batch of the private loader, and follow what is made of it. A tensor without a row for each example
-        was made by a collate_fn that saw all of them."""
-        self.handed_out = True
-        leaves = [leaf for leaf in tree_leaves(_open(batch)) if isinstance(leaf, Tensor)]
-        known = [label.batch for label in map(self.labels.get, leaves) if isinstance(label, Rows)]
-        if not known:
-            self.batches = next(self._numbers)
-        for leaf in leaves:
-            label = self.labels.get(leaf)
-            if isinstance(label, Rows) or (isinstance(label, Mixed) and not label.unknown):
-                continue
-            if leaf.dim() and len(leaf) == rows:
-                self.tracker.label_rows(leaf, rows, known[0] if known else self.batches)
-            elif leaf.numel():
-                self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
+    def hand_out(self, batch: Any, rows: int) -> int:
+        """Label a batch of the private loader, and follow what is made of it; its number. A tensor without a row for
+        each example was made by a collate_fn that saw all of them; one of another batch was kept."""
+        number, self._collated = self._collated, None
+        self.batches = number = next(self._numbers) if number is None else number
+        with unseen_by_functions():
+            for leaf in tree_leaves(_open(batch)):
+                if isinstance(leaf, Tensor):
+                    self._label(leaf, rows, number)
         self._forget_losses()
         self.start()
+        return number
+
+    def _label(self, leaf: Tensor, rows: int, number: int) -> None:
+        """Label a tensor of a batch."""
+        label = self.labels.get(leaf)
+        if isinstance(label, Rows) and label.batch != number:
+            self.labels.set(leaf, mixed("the private loader", KEPT))
+        elif isinstance(label, Rows) or (isinstance(label, Mixed) and not label.unknown):
+            return
+        elif not leaf.dim() or len(leaf) != rows:
+            if leaf.numel():
+                self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
+        elif label is None and self.labels.holds(leaf):
+            for place in range(rows):  # beside others in the same memory
+                self.labels.write(leaf[place], Rows(-1, 1, rows, number, place))
+        else:
+            self.tracker.label_rows(leaf, rows, number)
 
     def label_arguments(self, leaves: list[Any], rows: int) -> None:
-        """Label the arguments of a model's call that came from no labelled batch."""
-        self.batches = next(self._numbers)
+        """Label the arguments of a model's call that came from no labelled batch, by a negative number."""
+        self.batches = -next(self._numbers)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows and self.labels.get(leaf) is None:
                 self.tracker.label_rows(leaf, rows, self.batches)
 
     def start(self) -> None:
+        if self._resting and not self._off():
+            self._on, self._resting = None, False  # it is on in another thread, or at work
         if self._on is None:
             self.clean_up()
             self._on = threading.get_ident()
-            self._functions.__enter__()
+            self.functions.__enter__()
             self.tracker.__enter__()
             self.labels.trackers.append(self.tracker)
             self._several.setdefault(self._on, torch.autograd.is_multithreading_enabled())
@@ -129,14 +166,24 @@ class Tracking:
             self._off()
 
     def stop(self) -> None:
-        """A step begins, or the loader is left."""
+        """A step begins, or the loop is over."""
+        self._pause()
+        self.labels.let_go(self.tracker)
+        self.labels.prune()
+
+    def rest(self) -> None:
+        """No batch is in use now: what was kept of the examples is followed where it is used."""
+        self._pause()
+        if self._on is None and self.labels.alive():
+            self._on, self._resting = threading.get_ident(), True
+            self._remaining.__enter__()
+
+    def _pause(self) -> None:
         self._off()
         self.tracker.strict = False  # of a backward pass that failed
         self.tracker.spans.clear()
         self.clean_up()
         self._forget_losses()
-        self.labels.let_go(self.tracker)
-        self.labels.prune()
 
     def _off(self) -> bool:
         """Take our modes off, from below those of others that were put on since. False if they are at work now, or on
@@ -145,10 +192,16 @@ class Tracking:
         dispatched, called = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         if self._on is None:
             return True
-        if self._on != here or self.tracker not in dispatched or self._functions not in called:
+        if self._resting:
+            if self._on != here or self._remaining not in called:
+                return False
+            _leave(TorchFunctionMode, called, self._remaining)
+            self._on, self._resting = None, False
+            return True
+        if self._on != here or self.tracker not in dispatched or self.functions not in called:
             return False
         _leave(TorchDispatchMode, dispatched, self.tracker)
-        _leave(TorchFunctionMode, called, self._functions)
+        _leave(TorchFunctionMode, called, self.functions)
         self.labels.trackers.remove(self.tracker)
         self._on = None
         if not any(isinstance(mode, Tracker) for mode in _get_current_dispatch_mode_stack()):
@@ -179,7 +232,7 @@ class Tracking:
     def model(self, fresh: bool = False) -> Iterator[Tracker]:
         """Inside a private model: a look at a value is refused, and its losses are taken of each example. `fresh`:
         whatever modes the loop has on are off here."""
-        tracker, functions = self.tracker, self._functions
+        tracker, functions = self.tracker, self.functions
         with ExitStack() as entered:
             if self._on != threading.get_ident() or fresh:
                 entered.enter_context(tracker)
@@ -194,6 +247,7 @@ class Tracking:
                 functions.inside = tracker.strict = False
 
 
+KEPT = "gives what was kept of an earlier batch"
 Modes = type[TorchDispatchMode] | type[TorchFunctionMode]
 
 

@@ -168,36 +168,48 @@ def _none_wider(sizes: Sequence[int], strides: Sequence[int], unit: int, period:
     return not any(n > 1 and s and s % period and s * (n - 1) >= unit for n, s in zip(sizes, strides, strict=True))
 
 
+OUT_OF_ORDER = "takes entries of several examples out of their order"
+
+
 class Pieces(NamedTuple):
     """Parts of a storage that single examples were written to, one after the other; the rest of it is public."""
 
     count: int  # type: ignore[assignment]
     batch: int
     spans: tuple[tuple[int, int, int], ...] = ()
-    """Of each write: the example, and the addresses of the first and the last number."""
+    """Of each write: the example, and the addresses of the first and the last byte."""
 
-    def rows(self, geometry: Geometry) -> Rows | None:
-        """The label of a view that has a row for each example, if nothing was written to another one's row."""
-        sizes, strides, offset = geometry
-        if not sizes or sizes[0] != self.count:
+    def label(self, view: View) -> Rows | Mixed | None:
+        """The label of a view that has a row for each example, if nothing was written to another one's row, or that
+        shows one example at most."""
+        first, last = _extent(view)
+        spans = [each for each in self.spans if first <= each[2] and each[1] <= last]
+        if not spans or 0 in view[0]:
             return None
-        unit, within = strides[0], sum((n - 1) * s for n, s in zip(sizes[1:], strides[1:], strict=True))
-        last = offset + unit * (self.count - 1) + within
-        apart = within < unit and all(
-            stop < offset or start > last or (start - offset) // unit == (stop - offset) // unit == example
-            for example, start, stop in self.spans
-        )
-        return Rows(0, 1, self.count, self.batch) if apart else None
+        (sizes, strides, _), examples = _in_bytes(view), {example for example, _, _ in spans}
+        if sizes and sizes[0] == self.count:
+            unit, row = strides[0], _extent((sizes[1:], view[1][1:], 0, view[3]))
+            places = [((start - first) // unit, (stop - first) // unit, each) for each, start, stop in spans]
+            if row[1] < unit and all(here == there == example for here, there, example in places):
+                return Rows(0, 1, self.count, self.batch)
+        if len(examples) == 1:
+            return Rows(-1, 1, self.count, self.batch, examples.pop())
+        return mixed("a view", OUT_OF_ORDER, unknown=not sizes or sizes[0] != self.count)
 
-    def with_write(self, example: int, geometry: Geometry) -> Pieces:
-        sizes, strides, start = geometry
-        stop = start + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        return self._replace(spans=(*self.spans, (example, start, stop)))
+    def with_write(self, example: int, view: View) -> Pieces:
+        return self._replace(spans=(*self.spans, (example, *_extent(view))))
 
 
 View = tuple[tuple[int, ...], tuple[int, ...], int, int]
 """Which part of its storage a tensor is: its sizes, strides and offset, counted in entries, and the bytes of an
 entry."""
+
+
+def _extent(view: View) -> tuple[int, int]:
+    """The addresses of the first and the last byte of a view."""
+    sizes, strides, offset, width = view
+    last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    return width * offset, width * last + width - 1
 
 
 class Memory:
@@ -369,8 +381,9 @@ class Labels:
                 numbers = tensor.untyped_storage().nbytes() // view[3]
                 found = Summed(region, (ViewCall(AS_STRIDED, view[:3], {}, (numbers,), view[0]),))
             else:
-                found = self._derived(region, _in_bytes(view))
-            memory.known[view] = found
+                found = self._derived(region, view)
+            if found is not None:
+                memory.known[view] = found
         return found
 
     def fills(self, tensor: Tensor) -> bool:
@@ -387,12 +400,13 @@ class Labels:
         self.sums[storage._cdata] = memory
 
     @staticmethod
-    def _derived(region: Region | Pieces | Mixed | None, geometry: Geometry) -> Label:
+    def _derived(region: Region | Pieces | Mixed | None, view: View) -> Label | None:
         if isinstance(region, Mixed):
             return region
-        found = None if region is None else region.rows(geometry)
-        unknown = isinstance(region, Pieces) and geometry[0][:1] != (region.count,)
-        return found or mixed("a view", "takes entries of several examples out of their order", unknown)
+        if isinstance(region, Pieces):
+            return region.label(view)
+        found = None if region is None else region.rows(_in_bytes(view))
+        return found or mixed("a view", OUT_OF_ORDER)
 
     def _of_parts(self, wrapper: Tensor) -> Label | None:
         """A tensor that is made of others, such as a nested one, is public if they all are."""
@@ -438,7 +452,7 @@ class Labels:
             assert isinstance(held, Pieces)
             if memory is None:
                 memory = self._memory[storage._cdata] = Memory(storage, view_of(tensor), label)
-            memory.region, memory.known = held.with_write(label.first, geometry_of(tensor)), {}
+            memory.region, memory.known = held.with_write(label.first, view_of(tensor)), {}
             return
         if whole or memory is None:
             if isinstance(label, Rows) and _overlaps(tensor):
@@ -684,11 +698,11 @@ class Tracker(TorchDispatchMode):
             if self.draw is not None and func is RAND and torch.device(kwargs.get("device") or "cpu").type == "cpu":
                 return func(*args, **kwargs).fill_(self.draw)
         labelled = self.labels.among(args, kwargs)
-        if not labelled and isinstance(func, OpOverload):  # others take functions, which may hold examples
-            return self.public(func, args, kwargs)
         if self.labels.taken is not None:
             with unseen_by_functions():
-                self.labels.taken.update([each.untyped_storage()._cdata for each, _ in labelled])
+                self.labels.taken.update(self.labels.memories((args, kwargs)))
+        if not labelled and isinstance(func, OpOverload):  # others take functions, which may hold examples
+            return self.public(func, args, kwargs)
         if self.labels.sums and any(type(label) is Summed for _, label in labelled):
             return _linear[0](self, func, args, kwargs, labelled)
         rule = rule_of(func)
