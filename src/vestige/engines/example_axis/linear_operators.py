@@ -32,7 +32,7 @@ from vestige.engines.example_axis.labels import (
     written_by,
 )
 from vestige.engines.example_axis.labels import alone as one_example
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, transformable
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, creates, transformable
 from vestige.engines.example_axis.sums import (
     OfOne,
     Uses,
@@ -245,7 +245,7 @@ def _made_of(op: Op) -> Any:
         return _joined(op)
     if name == "where":
         return _chosen(op)
-    if name.startswith(NEW):
+    if creates(name):
         return op.tracker.public(op.func, (), op.given)
     if name == "copy":
         return _copied(op)
@@ -267,9 +267,6 @@ def _made_of(op: Op) -> Any:
     if len(returns) == 1 and isinstance(returns[0].type, torch.ListType):
         return found
     return tuple(found) if len(returns) > 1 else found[0]
-
-
-NEW = ("new_", "zeros_like", "ones_like", "empty_like")
 
 
 def _stand_in(

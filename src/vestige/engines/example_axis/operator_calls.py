@@ -126,6 +126,11 @@ def _arguments(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(defaults), defaults
 
 
+def creates(name: str) -> bool:
+    """Whether an operator makes a new tensor of the shape or the type of another one, whatever its numbers."""
+    return name.startswith("new_") or name.endswith("_like")
+
+
 def outputs_of(found: Any) -> Sequence[Any]:
     return found if isinstance(found, tuple | list) else (found,)
 

@@ -38,7 +38,7 @@ from vestige.engines.example_axis.labels import (
     users_line,
 )
 from vestige.engines.example_axis.linear_operators import linear
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, difference, outputs_of
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, creates, difference, outputs_of
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, size_tells, sorted_examples
 from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_entries
 from vestige.engines.per_example import kernels
@@ -621,15 +621,12 @@ OF_SINGLE_EXAMPLES: tuple[Labeller, ...] = (joined, stacked, select_backward)
 # --- which operator has which rule ------------------------------------------------------------------------------------
 
 TABLE: dict[Labeller, str] = {
-    pointwise: "native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu "
-    "elu_backward floor_divide rsub "
-    "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward "
-    "hardswish_backward "
-    "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu masked_fill masked_fill_ "
-    "polar complex where binary_cross_entropy_with_logits_backward logit_backward lerp_ addcmul_ addcdiv_ nan_to_num_ "
-    "hardswish hardsigmoid gelu normal _conj_physical resolve_conj resolve_neg fill "
-    "native_dropout_backward rrelu_with_noise_backward mse_loss_backward smooth_l1_loss_backward huber_loss_backward "
-    "binary_cross_entropy_backward soft_margin_loss_backward",
+    pointwise: "native_dropout native_dropout_backward _fused_dropout rrelu_with_noise_backward bernoulli normal "
+    "_to_copy polar complex fill masked_fill where floor_divide rsub nan_to_num gelu hardswish hardsigmoid "
+    "_conj_physical _prelu_kernel _prelu_kernel_backward elu_backward leaky_relu_backward hardtanh_backward "
+    "log_sigmoid_forward log_sigmoid_backward softplus_backward hardswish_backward hardsigmoid_backward "
+    "hardshrink_backward softshrink_backward mish_backward logit_backward mse_loss_backward smooth_l1_loss_backward "
+    "huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward",
     copied: "copy_ copy",
     overwritten: "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_",
     loss: "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits",
@@ -639,10 +636,11 @@ TABLE: dict[Labeller, str] = {
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
     along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll glu _fft_r2c _fft_c2r "
-    "_fft_c2c cumsum_ cumprod_ _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
+    "_fft_c2c _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
     sorted_along: "sort",
-    last_axes(1): "linear avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d "
-    "reflection_pad1d replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d "
+    last_axes(
+        1
+    ): "reflection_pad1d replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d "
     "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward upsample_nearest1d_backward",
     last_axes(2): "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d_backward "
     "max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward reflection_pad2d "
@@ -652,7 +650,7 @@ TABLE: dict[Labeller, str] = {
     "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d_backward triu tril "
     "linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_svd linalg_qr _linalg_eigh linalg_pinv "
     "linalg_eig cholesky_inverse "
-    "linalg_matrix_exp linalg_solve_triangular cholesky_solve linalg_lu_factor_ex triu_ tril_",
+    "linalg_matrix_exp linalg_solve_triangular cholesky_solve linalg_lu_factor_ex",
     matrices: " ".join(VECTORS),
     diagonal: "diagonal_backward diag_embed diagonal_scatter",
     cross: "linalg_cross",
@@ -665,12 +663,12 @@ TABLE: dict[Labeller, str] = {
     "grid_sampler_2d_backward grid_sampler_3d_backward "
     "native_group_norm fused_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d routed "
     "routed_weights _thnn_fused_lstm_cell _thnn_fused_gru_cell convolution _convolution mkldnn_convolution "
-    "cudnn_convolution convolution_overrideable _slow_conv2d_forward thnn_conv2d",
+    "cudnn_convolution convolution_overrideable _slow_conv2d_forward",
     padded: "constant_pad_nd",
     repeated: "repeat",
     joined: "cat",
     stacked: "stack",
-    multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_ baddbmm_",
+    multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_",
     outer_distances: "_cdist_forward",
     distances_backward: "_cdist_backward",
     of_input(first_axis): "convolution_backward native_group_norm_backward fused_group_norm_backward",
@@ -704,21 +702,12 @@ SHAPES = (
     "_nested_tensor_size set_data _version output_nr"
 )
 """Operators that look at shapes alone, or give another name to the same memory."""
-READS = (
-    "_local_scalar_dense item is_nonzero nonzero nonzero_numpy equal masked_select unique_dim _unique2 "
-    "unique_consecutive "
-    "bincount histc allclose repeat_interleave masked_scatter _pack_padded_sequence"
-)
-"""Operators by which Python sees a value, or a size that depends on values."""
-
-NEW = (
-    "new_zeros new_ones new_empty new_full new_empty_strided "
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
-)
-"""New public tensors, in the shape or of the type of another one."""
+READS = "histc masked_scatter _pack_padded_sequence"
+"""Operators that look at values, beside those that torch says have an output of a size that depends on them."""
 
 
 def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    """A new public tensor, in the shape or of the type of another one."""
     found = tracker.public(func, args, kwargs)
     if "_like" in func.overloadpacket.__name__ and size_tells(tracker, args[0]):
         return tracker.finish(func, found, [tracker.labels.get(args[0])], args, kwargs)
@@ -749,13 +738,13 @@ _COPY = ruled(copied)
 _BY_READING = ruled(read_entries)
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
+NEW = Rule(new, of_one_example=False)
 DRAWN, FOREIGN = Rule(drawn, of_one_example=False), Rule(foreign, of_one_example=False)
 COMPOSED = Rule(taken_apart, of_one_example=False)
 COMPOSITE, KERNELS = torch._C.DispatchKey.CompositeImplicitAutograd, ("CPU", "CUDA")
 _SHAPES = frozenset(SHAPES.split())
 _BY_NAME |= {name: VIEW for name in _SHAPES}
-_BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
-_BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
+_BY_NAME |= {name: SIZED for name in READS.split()}
 _BY_NAME["copy_"] = Rule(copied_into)
 _BY_NAME |= {name: ruled(multiplied, product_in_parts) for name in ("mm", "addmm")}
 _BY_NAME["_linalg_check_errors"] = Rule(unraised, of_one_example=False)
@@ -785,13 +774,18 @@ def find_rule(func: OpOverload) -> Rule:
 
 
 def _unlisted(func: OpOverload, name: str) -> Rule:
+    if creates(name):
+        return NEW
     schema = func._schema
     returned = [each for each in schema.returns if each.alias_info is not None]
     if returned and not any(
         each.alias_info.is_write for each in (*schema.returns, *schema.arguments) if each.alias_info
     ):
         return VIEW
-    if torch.Tag.dynamic_output_shape in func.tags or not any("Tensor" in str(each.type) for each in schema.returns):
+    forms = [getattr(func.overloadpacket, form) for form in func.overloadpacket.overloads()]  # some have no tags
+    if any(torch.Tag.dynamic_output_shape in each.tags for each in forms):
+        return SIZED
+    if not any("Tensor" in str(each.type) for each in schema.returns):
         return SIZED
     new = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, func)
     tags = (*func.tags, *new.tags)  # not all forms in place are tagged as those that give new tensors are
