@@ -95,17 +95,6 @@ def triton_available() -> bool:
     return torch.cuda.is_available() and find_spec("triton") is not None
 
 
-def seed_draws(device: torch.device, seed: int) -> None:
-    """`torch.manual_seed` for the generators that a model on this device draws from. `torch.manual_seed` itself
-    also seeds every absent kind of device, and formats a stack trace for each, at every step."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
-    elif device.type != "cpu":
-        torch.manual_seed(seed)
-
-
 def check_device(device: str) -> None:
     if device.split(":")[0] == "meta":
         raise ValueError(f"device={device!r} cannot be used: it holds no numbers; give cpu or cuda")

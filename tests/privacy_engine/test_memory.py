@@ -85,7 +85,7 @@ def test_a_private_pass_takes_little_more_memory_than_a_plain_one(attention, cap
 
 def test_a_capture_that_breaks_off_leaves_no_activations(monkeypatch):
     """They would lie beside those of the next attempt, or stay for good."""
-    forms, capture = [], captured_passes.CapturedForm._capture_graphs
+    forms, capture = [], captured_passes.CapturedForm._capture
 
     def broken(work, pool, device):
         work()
@@ -97,7 +97,7 @@ def test_a_capture_that_breaks_off_leaves_no_activations(monkeypatch):
 
     with captured_on_cpu():
         monkeypatch.setattr(captured_passes, "captured", broken)
-        monkeypatch.setattr(captured_passes.CapturedForm, "_capture_graphs", noted)
+        monkeypatch.setattr(captured_passes.CapturedForm, "_capture", noted)
         for one in passes(True):
             with pytest.warns(UserWarning, match="cannot be captured"):
                 one()

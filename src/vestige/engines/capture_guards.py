@@ -8,19 +8,18 @@ if they decide nothing. Numbers that are drawn on the GPU are drawn anew in ever
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from vestige.engines.example_axis.labels import Tracker
 from vestige.layout import modules_of
+from vestige.random_states import draws_kept, host_draws
 
 NUMBERS = frozenset({bool, int, float, str, torch.dtype, torch.device})
 OWN = frozenset(vars(nn.Module()))
@@ -40,32 +39,19 @@ class NotCapturable(Exception):
     """The pass draws on the host, waits for the GPU, or changes its module."""
 
 
-def host_draws() -> tuple[Any, ...]:
-    """The state of every generator on the host."""
-    numpy = cast(tuple[Any, ...], np.random.get_state())  # noqa: NPY002
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), numpy[2]
-
-
-def restore_host_draws(states: tuple[Any, ...]) -> None:
-    cpu, python, key, position = states
-    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
-    random.setstate(python)
-    np.random.set_state(cast(Any, ("MT19937", np.frombuffer(key, dtype=np.uint32), position)))  # noqa: NPY002
-
-
 def require_same_on_any_draw(run: Callable[[], object], tracker: Tracker) -> None:
     """Raise `NotCapturable` if what a pass draws on the host decides which operators run: the least and the largest
     number stand for all (a layer that is skipped with probability zero)."""
     before, seen = host_draws(), []
-    try:
-        for number in (LEAST, MOST):
-            tracker.draw, tracker.sequence = number, []
-            run()
-            seen.append(tracker.sequence)
-    finally:
-        tracker.draw = tracker.sequence = None
-        python = random.getstate() == before[1] and host_draws()[2:] == before[2:]
-        restore_host_draws(before)
+    with draws_kept():
+        try:
+            for number in (LEAST, MOST):
+                tracker.draw, tracker.sequence = number, []
+                run()
+                seen.append(tracker.sequence)
+        finally:
+            tracker.draw = tracker.sequence = None
+        python = host_draws()[1:] == before[1:]
     if not python or seen[0] != seen[1]:
         raise NotCapturable("the model draws random numbers on the host that decide what it computes")
 

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.capture_guards import (
     NotCapturable,
-    host_draws,
     require_same_on_any_draw,
-    restore_host_draws,
     state_fingerprint,
 )
 from vestige.engines.example_axis.labels import NotApart, Tracker
@@ -35,6 +33,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.gradient_transforms import Term, only_mean, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
+from vestige.random_states import draws_kept, host_draws, restore_host_draws
 from vestige.tf32 import tf32_convolutions, tf32_products
 
 SECONDS = 2.0
@@ -91,6 +90,25 @@ def captured(work: Callable[[], object], pool: Any, device: torch.device) -> tor
     return graph
 
 
+def capture_proved(
+    capture: Callable[[], object], run: Callable[[], object], device: torch.device, tracker: Tracker
+) -> None:
+    """Capture work while it is proved. Where that does not work at once it is run before, proved too: kernels are then
+    loaded, and what is sent to the device is known. Raises where that cannot be."""
+    sent, before = Sent(), host_draws()
+    with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
+        capture()
+        return
+    with HostTransfers(device, sent):
+        run()
+    if device.type == "cuda" and host_draws() != before:
+        restore_host_draws(before)
+        require_same_on_any_draw(run, tracker)
+    give_back(device)
+    with HostTransfers(device, sent, given=True):
+        capture()
+
+
 @contextmanager
 def mask_is_full(full: bool) -> Iterator[None]:
     """Inside, where no mask leaves anything out, a model that asks whether it is captured hears that it is not:
@@ -136,18 +154,6 @@ def _no_collection() -> Iterator[None]:
 def new_pool() -> Any:
     """Memory for graphs."""
     return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-
-
-def device_draws(device: torch.device) -> Tensor:
-    """The state of the generator that draws there."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def restore_device_draws(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def give_back(device: torch.device) -> None:
@@ -356,12 +362,9 @@ class Captured:
         if self._ran:
             return
         self._ran, device = True, mean.batch[0].device
-        draws = host_draws(), device_draws(device)
-        with as_captured(self.engine.proved.tracker, full):
+        with draws_kept(device), as_captured(self.engine.proved.tracker, full):
             self.engine.gradients_of(mean)
         self.engine.labels.let_go(self.engine.proved.tracker)
-        restore_host_draws(draws[0])
-        restore_device_draws(draws[1], device)
         give_back(device)
 
     def _size(self, rows: int, views: int, whole: bool) -> int:
@@ -463,23 +466,14 @@ class CapturedStep:
         return self.norms[:examples].clone()
 
     def capture(self, batch: Batch, pool: Any) -> None:
-        """Captured while it is proved. Where that does not work at once it is run before, proved too: kernels are then
-        loaded, and what is sent to the device is known. Raises where that cannot be."""
-        device, sent, before = self.total.device, Sent(), host_draws()
+        """Raises where that cannot be."""
         self._load([part[: self.rows * self.views] for part in batch], None)
-        with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
-            self.graph = captured(self._run, pool, device)
-            restore_host_draws(before)
-            return
-        with HostTransfers(device, sent):
-            self._run()
-        if device.type == "cuda" and host_draws() != before:
-            restore_host_draws(before)
-            require_same_on_any_draw(self._run, self.engine.proved.tracker)
-        give_back(device)
-        with HostTransfers(device, sent, given=True):
-            self.graph = captured(self._run, pool, device)
-        restore_host_draws(before)
+
+        def graph() -> None:
+            self.graph = captured(self._run, pool, self.total.device)
+
+        with draws_kept():
+            capture_proved(graph, self._run, self.total.device, self.engine.proved.tracker)
 
     def _load(self, batch: Batch, counts: Tensor | None) -> None:
         """Without `counts`, of unequal users, nobody is there."""

@@ -5,14 +5,13 @@ Values are compared, not counts of writes: what is written by way of `.data` is 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
+
+from vestige.random_states import draws_kept
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -59,12 +58,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def left_as_found(model: nn.Module, parameters: bool = True) -> Iterator[None]:
     """Inside, passes leave no trace: no random number is spent, no buffer or parameter changed, no pass counted."""
     held = ModuleSnapshot(model, parameters)
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    devices = {p.device for p in model.parameters() if p.is_cuda}
     try:
-        with torch.random.fork_rng(devices):
+        with draws_kept(*devices):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
         held.restore()

@@ -5,12 +5,10 @@ The scores of private evaluations and comparisons are one number per example in 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
@@ -25,7 +23,7 @@ from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform,
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.losses.loss_difference import Scores
 from vestige.processes.parameter_shards import ShardedSum
-from vestige.tf32 import seed_draws
+from vestige.random_states import draws_kept, seed_all_draws, seed_draws
 from vestige.vmap_fallback import quietly
 
 Field = Callable[..., Parameters]
@@ -186,19 +184,11 @@ def own_draws(device: torch.device) -> Iterator[Callable[[int], None]]:
     """What it gives is called before each example: its random numbers do not depend on how many others have drawn, in
     this pass or in one that was given up; nor do those of later passes."""
     first = _following(torch.initial_seed())
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-
-    def begin(place: int) -> None:
-        seed_draws(device, first + place)
-        random.seed(first + place)
-        np.random.seed((first + place) % 2**32)  # noqa: NPY002
-
     try:
-        yield begin
+        with draws_kept():
+            yield lambda place: seed_all_draws(device, first + place)
     finally:
         seed_draws(device, _following(first))
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def _following(seed: int) -> int:

@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
@@ -26,9 +26,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.capture_guards import (
     NotCapturable,
-    host_draws,
-    require_same_on_any_draw,
-    restore_host_draws,
     state_fingerprint,
 )
 from vestige.engines.cuda_graphs import (
@@ -39,15 +36,14 @@ from vestige.engines.cuda_graphs import (
     ahead,
     as_captured,
     capturable,
+    capture_proved,
     captured,
-    device_draws,
     fill_rows,
     give_back,
     is_full,
     new_pool,
     padded_size,
     precision,
-    restore_device_draws,
 )
 from vestige.engines.example_axis.labels import NotApart, Rows, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
@@ -55,13 +51,13 @@ from vestige.engines.per_example.execution import full_precision, unseen, unseen
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows
-from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for_certain
 from vestige.privacy_engine.forward_call_arguments import Call
 from vestige.privacy_engine.microbatch_queue import Microbatch
 from vestige.privacy_engine.row_labels import Tracking
+from vestige.random_states import device_draws, draws_kept, restore_device_draws
 from vestige.tf32 import without_tf32
 
 Uses = dict[str, list[Gradient]]
@@ -444,11 +440,8 @@ class CapturedForm:
 
     def run(self) -> None:
         """The first rows alone, proved; nothing is left of it."""
-        draws = host_draws(), device_draws(self.device)
-        with without_modes():  # those of the loop
+        with draws_kept(self.device), without_modes():  # those of the loop
             self._run_all(self._first)
-        restore_host_draws(draws[0])
-        restore_device_draws(draws[1], self.device)
         give_back(self.device)
 
     def outputs(self) -> list[Tensor]:
@@ -459,36 +452,18 @@ class CapturedForm:
         return self.ends
 
     def capture(self, rows: int) -> None:
-        """Captured while it is proved. Where that does not work at once it is run before, proved too: kernels are then
-        loaded, and what is sent to the device is known. Raises where that cannot be."""
-        with without_modes():
-            self._capture(rows)
+        """Raises where that cannot be."""
+        self._count.fill_(rows)
+        with draws_kept(self.device), without_modes():
+            tracker = self.owner.tracking.tracker
+            capture_proved(lambda: self._capture(rows), lambda: self._run_all(rows), self.device, tracker)
 
     def _capture(self, rows: int) -> None:
-        sent, before, draws = Sent(), host_draws(), device_draws(self.device)
-        self._count.fill_(rows)
-        with suppress(NotCapturable, RuntimeError):
-            self._capture_graphs(rows, sent)
-            restore_host_draws(before)
-            restore_device_draws(draws, self.device)
-            return
-        with HostTransfers(self.device, sent):
-            self._run_all(rows)
-        if self.device.type == "cuda" and host_draws() != before:
-            restore_host_draws(before)
-            require_same_on_any_draw(lambda: self._run_all(rows), self.owner.tracking.tracker)
-        give_back(self.device)
-        self._capture_graphs(rows, sent)
-        restore_host_draws(before)
-        restore_device_draws(draws, self.device)
-
-    def _capture_graphs(self, rows: int, sent: Sent) -> None:
         shown: list[tuple[list[Any], TreeSpec]] = []
         try:
-            with HostTransfers(self.device, sent, given=True):
-                forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
-                backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
-                clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
+            forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
+            backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
+            clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
         finally:  # activations of a capture that broke off would lie beside those of the next one
             self._live = None
         self._graphs.append(Graphs(rows, Timer(self.device), forward, backward, clip, *shown[0]))

@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
+
+from vestige.random_states import draws_kept, seed_all_draws
 
 COMPARED = 64
 """Rows that are compared where they are read one by one, drawn at random."""
@@ -37,7 +38,8 @@ def nonprivate_hash_of_dataset(dataset: Any, key: bytes) -> int:
     found = _begun(key)
     problem: Exception | None = None
     unreadable = 0
-    with _same_random_numbers(key):
+    with draws_kept():  # rows that are augmented as they are read are augmented alike
+        seed_all_draws(torch.device("cpu"), int.from_bytes(key[:4]))
         for row in rows:
             try:
                 _feed(found, dataset[row])
@@ -88,19 +90,3 @@ def _feed(found: hashlib.blake2b, value: object) -> None:
         found.update(str(len(text)).encode() + b"\0" + text)
     else:
         found.update(pickle.dumps(value))
-
-
-@contextmanager
-def _same_random_numbers(key: bytes) -> Iterator[None]:
-    """Rows that are augmented as they are read are augmented alike; what comes after is as if none had been read."""
-    seed = int.from_bytes(key[:4])
-    plain, array = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(array)  # noqa: NPY002
