@@ -31,7 +31,7 @@ ABOVE: dict[str, str] = {
     "engines.per_example": "",
     # Labels follow what is made of examples, and of a sum over them each one's part.
     "engines.example_axis": "engines.per_example",
-    "engines": "processes mechanism mechanism.losses engines.per_example engines.example_axis",
+    "engines": "processes randomness mechanism mechanism.losses engines.per_example engines.example_axis",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
     "optim.spectral": "randomness mechanism optim",

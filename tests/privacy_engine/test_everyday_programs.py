@@ -15,6 +15,7 @@ import vestige
 from engine_checks import check
 from loops import flat, oracle
 from vestige.privacy_engine.microbatch_queue import MicrobatchQueue
+from vestige.privacy_engine.row_labels import Tracking
 
 ROWS, BOUND = 9, 0.5
 
@@ -572,7 +573,7 @@ def test_a_check_of_the_users_own_is_a_look():
 
 @pytest.mark.parametrize("ending", [True, False])
 def test_a_program_that_ends_with_an_iterator_of_the_loader_computes_nothing(ending, monkeypatch):
-    queue, paused = MicrobatchQueue(), []
+    queue, paused = MicrobatchQueue(Tracking(monkeypatch), lambda: None), []
     monkeypatch.setattr(queue, "pause", lambda: paused.append(True))
     with queue.handed_out(lambda: ending):
         pass

@@ -19,7 +19,7 @@ from torch.nn.modules import module as hooks
 
 from vestige.engines.example_axis.labels import Tracker
 from vestige.layout import modules_of
-from vestige.random_states import draws_kept, host_draws
+from vestige.randomness.generator_states import draws_kept, host_draws
 
 NUMBERS = frozenset({bool, int, float, str, torch.dtype, torch.device})
 OWN = frozenset(vars(nn.Module()))

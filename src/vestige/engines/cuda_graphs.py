@@ -33,7 +33,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.gradient_transforms import Term, only_mean, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
-from vestige.random_states import draws_kept, host_draws, restore_host_draws
+from vestige.randomness.generator_states import draws_kept, host_draws, restore_host_draws
 from vestige.tf32 import tf32_convolutions, tf32_products
 
 SECONDS = 2.0

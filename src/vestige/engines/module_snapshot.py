@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vestige.random_states import draws_kept
+from vestige.randomness.generator_states import draws_kept
 
 PLAIN = (bool, int, float, str, type(None))
 

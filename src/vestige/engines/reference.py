@@ -23,7 +23,7 @@ from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform,
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.losses.loss_difference import Scores
 from vestige.processes.parameter_shards import ShardedSum
-from vestige.random_states import draws_kept, seed_all_draws, seed_draws
+from vestige.randomness.generator_states import draws_kept, seed_all_draws, seed_draws
 from vestige.vmap_fallback import quietly
 
 Field = Callable[..., Parameters]

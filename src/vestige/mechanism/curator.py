@@ -33,9 +33,9 @@ from vestige.mechanism.examples import Source
 from vestige.priced_questions import Gaussian, Question, SampledGaussian
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
-from vestige.random_states import seed_draws
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
+from vestige.randomness.generator_states import seed_draws
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.sampling import Poisson, Sampling
 from vestige.randomness.sum_and_release_types import BoundedSum, Release

@@ -57,7 +57,7 @@ from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for
 from vestige.privacy_engine.forward_call_arguments import Call
 from vestige.privacy_engine.microbatch_queue import Microbatch
 from vestige.privacy_engine.row_labels import Tracking
-from vestige.random_states import device_draws, draws_kept, restore_device_draws
+from vestige.randomness.generator_states import device_draws, draws_kept, restore_device_draws
 from vestige.tf32 import without_tf32
 
 Uses = dict[str, list[Gradient]]

@@ -252,7 +252,7 @@ class PrivacyEngine(HoldsKey):
         owned = group.together(lambda: of_users(data_loader, users, sample, rows_per_user, cap, target_delta))
         seen, data_loader = doubts(data_loader), owned.loader
 
-        def checked() -> tuple[Method, Optimizer, int | None, Sampling, MicrobatchQueue]:
+        def checked() -> tuple[Method, Optimizer, int | None, Sampling, Callable[..., MicrobatchQueue]]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
             check_number("max_grad_norm", max_grad_norm)
             check_multiplier(noise_multiplier)
@@ -288,7 +288,8 @@ class PrivacyEngine(HoldsKey):
                 self._check_shardable(chosen)
             if loop is not None and owned.samples_users:
                 raise ValueError("sample='users': not for a sharded module; train replicas (without fully_shard)")
-            drawn, parts = self._sampling(owned, sampling, max_batch), MicrobatchQueue(steps_per_batch)
+            drawn = self._sampling(owned, sampling, max_batch)
+            queue: Callable[..., MicrobatchQueue] = partial(MicrobatchQueue, steps=steps_per_batch)
             if owned.users is not None and (self._audit is not None or not poisson_sampling):
                 raise ValueError(
                     "users: canaries (audit=) and batches of your own (poisson_sampling=False) have no users here; "
@@ -305,12 +306,12 @@ class PrivacyEngine(HoldsKey):
                         "poisson_sampling=False keeps your own batches, and the processes would each have others: "
                         "leave it out, or train in one process"
                     )
-                drawn, parts = _kept(data_loader, sampling, max_batch), UserBatches()
+                drawn, queue = _kept(data_loader, sampling, max_batch), UserBatches
             if target_delta is not None:
                 check_delta(target_delta, self._rows(owned))
-            return chosen, moves, size, drawn, parts
+            return chosen, moves, size, drawn, queue
 
-        chosen, moves, physical_batch, drawn, parts = group.together(checked)
+        chosen, moves, physical_batch, drawn, queue = group.together(checked)
         require_same_rows(group, partial(nonprivate_hash_of_dataset, data_loader.dataset))
         self._population = self._rows(owned)
         people = owned.population
@@ -345,7 +346,7 @@ class PrivacyEngine(HoldsKey):
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(whole.parameters()).device, self._canary_key)
         passes = Passes(
-            whole, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop, counts
+            whole, layout, chosen.clip, loss_reduction, queue, recorded, tokens_per_example, planted, loop, counts
         )
         # What workers run, or the dataset, is not followed.
         passes.tracking.unproved = together or (own and data_loader.num_workers > 0)
@@ -375,7 +376,7 @@ class PrivacyEngine(HoldsKey):
                 drawn,
                 self._randomness,
                 physical_batch,
-                parts,
+                passes.parts,
                 planted,
                 group,
                 owned,

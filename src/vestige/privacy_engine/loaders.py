@@ -48,12 +48,7 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
     ) -> None:
         self._group, self._users = group, users
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
-        self._randomness, self._draws, self.parts, self._canaries = randomness, 0, parts, canaries
-        parts.restart = self._restart
-
-    def _restart(self, draw: int) -> None:
-        assert self._randomness.predictable, "a secret sample is never handed out twice"
-        self._draws = draw
+        self._randomness, self.parts, self._canaries = randomness, parts, canaries
 
     @property
     def rate(self) -> float:
@@ -71,10 +66,10 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.parts.forget()
-        self._draws += -self._draws % self._sampling.period
+        self.parts.draws += -self.parts.draws % self._sampling.period
         for _ in range(self.steps):
-            draw = self._draws
-            self._draws += 1
+            draw = self.parts.draws
+            self.parts.draws += 1
             if self._users is not None:
                 yield from self._of_users(draw, self._users)
                 continue

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vestige.privacy_engine.row_labels import Tracking
+from vestige.privacy_engine.row_labels import Tracking
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,12 @@ class MicrobatchQueue:
     A part is used in one step; in `steps` of them, where that was planned and priced.
     """
 
-    def __init__(self, steps: int = 1) -> None:
+    def __init__(self, tracking: Tracking, drawn: Callable[[], None], steps: int = 1) -> None:
+        """`tracking` follows what is made of the batches that are handed out; `drawn` is called whenever a part is
+        drawn."""
+        self._tracking, self._on_draw = tracking, drawn
+        self.draws = 0
+        """How many draws there were; a loader that goes on with an earlier one begins there."""
         self._drawn: deque[Microbatch] = deque()
         self._ahead: deque[Microbatch] | None = None
         """Drawn, but not yet handed to the user; None outside a pass, or if the loader does not tell."""
@@ -65,18 +69,12 @@ class MicrobatchQueue:
         self._taken: Microbatch | None = None
         self.current: Microbatch | None = None
         self._steps, self._left = steps, steps
-        self.listener: Callable[[], None] = lambda: None
-        """Called whenever a part is drawn."""
         self._batches: WeakKeyDictionary[Microbatch, int] = WeakKeyDictionary()
         """The number of the batch that was handed out for each part, which its rows are labelled with."""
-        self.tracking: Tracking | None = None
-        """Follows what is made of the batches that are handed out."""
-        self.restart: Callable[[int], None] = lambda draw: None
-        """Lets the loader go on with a draw; its sampler sets this."""
 
     def announce(self, part: Microbatch) -> None:
         (self._drawn if self._ahead is None else self._ahead).append(part)
-        self.listener()
+        self._on_draw()
 
     @contextmanager
     def handed_out(self, ending: Callable[[], bool] = sys.is_finalizing) -> Iterator[Callable[[Any], None]]:
@@ -97,7 +95,7 @@ class MicrobatchQueue:
 
     def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
         """A batch of examples, by a function of the user's that is followed."""
-        return collate(examples) if self.tracking is None else self.tracking.collate(collate, examples)
+        return self._tracking.collate(collate, examples)
 
     def collated(self, batch: Any) -> None:
         """A loader that another library has built around the sampler has just made a batch of the last draw."""
@@ -105,21 +103,20 @@ class MicrobatchQueue:
             self._label(batch)
 
     def _label(self, batch: Any) -> None:
-        if self.tracking is not None:
-            self._batches[self._drawn[-1]] = self.tracking.hand_out(batch, self._drawn[-1].rows)
+        part = self._drawn[-1]
+        self._batches[part] = self._tracking.hand_out(batch, part.rows)
 
     def pause(self) -> None:
         """Nothing of a batch is computed now, unless one that was handed out waits to be used."""
-        if self.tracking is not None and not self._drawn:
-            self.tracking.rest()
+        if not self._drawn:
+            self._tracking.rest()
 
     def go_on(self) -> None:
         """A step is over, or its closure begins: follow what is made of its batch, and of others fetched before it."""
-        if self.tracking is not None:
-            if self._ahead is not None or self.waiting():
-                self.tracking.start()
-            else:
-                self.tracking.rest()
+        if self._ahead is not None or self.waiting():
+            self._tracking.start()
+        else:
+            self._tracking.rest()
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""
@@ -230,14 +227,10 @@ def require_own_reading(loader: Any) -> None:
 class UserBatches(MicrobatchQueue):
     """Batches that are the user's own: whatever rows a pass is about are one more draw. No epsilon holds for them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._draws = 0
-
     def take(self, rows: int, batch: int) -> Microbatch:
         if self.current is None or self.current.rows != rows:
-            self._draws += 1
-            self.announce(Microbatch(self._draws, 0, True, rows))
+            self.draws += 1
+            self.announce(Microbatch(self.draws, 0, True, rows))
         found = super().take(rows, batch)
         assert found is not None
         return found

@@ -382,7 +382,7 @@ class PrivateSteps(HoldsKey):
         self.step_number, self.asked, self.draws = saved["step_number"], saved["asked"], saved["draws"]
         if self.randomness.predictable:  # the loader goes on where it was; a secret sample is never drawn twice
             self._latest, self._paid = saved.get("next", self.draws) - 1, None
-            self.passes.parts.restart(self._latest + 1)
+            self.passes.parts.draws = self._latest + 1
         if self.canaries is not None:
             self.canaries.load_state_dict(saved["canaries"])
 

@@ -106,8 +106,6 @@ class PrivateCall(CallInterceptor):
         module = passes.module
         if not asks(module):
             return (self.compiled or module._call_impl)(*args, **kwargs)
-        if passes.busy:
-            return module._call_impl(*args, **kwargs)
         traced = self.dynamo and torch.compiler.is_compiling()
         return self.privately(passes, traced or self.compiled is not None, args, kwargs)
 
@@ -144,22 +142,24 @@ class Passes:
         layout: Layout,
         clip: Clip,
         reduction: str,
-        parts: MicrobatchQueue,
+        queue: Callable[[Tracking, Callable[[], None]], MicrobatchQueue],
         sizes: Sequence[int] = (),
         tokens: int | None = None,
         canaries: Canaries | None = None,
         sharded: ShardedLoop | None = None,
         users: RowCounts | None = None,
     ) -> None:
-        """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
-        itself; `canaries` take the places of rows in the parts that name them; `users` with several rows are clipped
-        once each. Of a `sharded` module this is about the twin that its passes run in."""
+        """`queue` makes the queue of the parts that passes may be about; `sizes` are those of batches to record passes
+        for; `tokens` divides a loss of tokens that the model computes itself; `canaries` take the places of rows in the
+        parts that name them; `users` with several rows are clipped once each. Of a `sharded` module this is about the
+        twin that its passes run in."""
         self.module, self.layout, self.sharded = module, layout, sharded
         self._vector: Tensor | None = None
         self.tracking = Tracking(self, tokens)
         self._model = TrackedModel(module, layout)
         self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._model, self.vector, users)
-        self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
+        self._clip, self._said, self.canaries = clip, reduction, canaries
+        self.parts = queue(self.tracking, self._uncompile)
         self.total: RunningSum | ShardedSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
         self._closed: int | None = None
@@ -175,11 +175,9 @@ class Passes:
         """How often the model had been written to when the last step was over."""
         self._pending: list[Pending] = []
         self._recomputing: list[ExitStack] = []
-        self.busy = self.said_compiled = False
+        self.said_compiled = False
         self.compiled = compiled_in(module)
         """Whether it was when it became private."""
-        parts.listener = self._uncompile
-        parts.tracking = self.tracking
         self.settle()
         module.register_forward_pre_hook(self._refuse_copies)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from vestige.random_states import draws_kept, seed_all_draws
+from vestige.randomness.generator_states import draws_kept, seed_all_draws
 
 COMPARED = 64
 """Rows that are compared where they are read one by one, drawn at random."""
