@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 from loops import flat, oracle
+from vestige.engines.per_example import gradient_maps
 
 ROWS, BOUND = 8, 0.5
 
@@ -121,6 +122,72 @@ def test_what_is_public_stays_as_it_is_too():
 
     with pytest.raises(ValueError, match="changes what gradients are made of until the step"):
         looped(Constant, lambda x: kept.pop().mul_(x[:1, :1].sign()))
+
+
+class Reached(nn.Module):
+    """Of a weight that is a function of parameters and of something public."""
+
+    def __init__(self, function, public, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.function = nn.ParameterList([torch.randn(shape) for shape in shapes]), function
+        self.public = public
+
+    def forward(self, x):
+        return F.linear(x, self.function(self.public, *self.parts))
+
+
+PUBLIC = {
+    "rows of a table": (lambda index, table: table[index], lambda: torch.tensor([2, 0, 1]), (4, 6)),
+    "rows of an embedding": (lambda index, table: F.embedding(index, table), lambda: torch.tensor([2, 0, 1]), (4, 6)),
+    "a product": (lambda other, w: torch.sin(torch.tanh(w) @ other.to(w)), lambda: torch.randn(5, 6), (3, 5)),
+    "a scale": (lambda scale, w: w * scale, lambda: torch.ones(3, 6), (3, 6)),
+    "a mask": (lambda mask, w: torch.where(mask > 0, w, 0), lambda: torch.ones(3, 6), (3, 6)),
+}
+
+
+@pytest.mark.parametrize("largest", [gradient_maps.LARGEST, 8])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_operands_of_a_weight_are_taken_as_they_were(name, largest, monkeypatch):
+    """Either they are used before, or a write to them is refused: also where parts are made later, as they are large."""
+    monkeypatch.setattr(gradient_maps, "LARGEST", largest)
+    function, public, shape = PUBLIC[name]
+    made = []
+
+    def make():
+        torch.manual_seed(4)
+        made.append(Reached(function, public(), shape))
+        return made[-1]
+
+    want = expected(make)
+    try:
+        found = looped(make, lambda x: made[-1].public.copy_(made[-1].public.flip(0) * 0))
+    except ValueError as problem:
+        assert "changes what gradients are made of until the step" in str(problem)
+        return
+    torch.testing.assert_close(found.double(), want.double(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["input", "activation", "and back"])
+def test_storage_that_is_resized_before_the_step_is_refused(how):
+    kept = []
+
+    def resize(x):
+        storage = (kept[-1] if how == "activation" else x).detach().untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        if how == "and back":
+            again = [torch.zeros(size // 4) for _ in range(8)]
+            storage.resize_(size)
+            del again
+
+    def make():
+        return Layers(lambda model, hidden: kept.append(hidden))
+
+    with pytest.raises(ValueError, match="resized before the step") as problem:
+        looped(make, resize)
+    assert "\n" not in str(problem.value)
+    same(looped(make), make)
 
 
 def test_gradients_that_are_discarded_are_made_of_nothing():

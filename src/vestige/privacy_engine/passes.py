@@ -217,7 +217,13 @@ class Passes:
 
     def settle(self) -> None:
         """No pass is under way: close what was interrupted, and see that the next one comes here."""
-        self.tracking.stop()
+        try:
+            self.tracking.labels.require_held(self.tracking.tracker)
+        except NotApart as problem:
+            self.discard()
+            raise ValueError(problem) from None
+        finally:
+            self.tracking.stop()
         for stack in self._recomputing:  # of backward passes that failed
             stack.close()
         self._recomputing = []

@@ -318,8 +318,9 @@ class Labels:
         """That one: the one whose model is called, or the first that meets an operator."""
         self.sums: dict[int, Memory] = {}
         """Of sums over the examples, whose parts are large: what is known goes with the memory."""
-        self.held: dict[int, tuple[StorageWeakRef, Tracker]] = {}
-        """Memory that parts of sums are made of until they are clipped, and in whose passes."""
+        self.held: dict[int, tuple[StorageWeakRef, Tracker, tuple[int, int]]] = {}
+        """Memory that parts of sums are made of until they are clipped; in whose passes, how many bytes it has, and
+        where."""
         self.laid: tuple[StorageWeakRef, int, Tensor] | None = None
         """A storage of long rows of odd width, its version, and the same rows as matrix products read them faster."""
         self.taken: set[int] | None = None
@@ -508,7 +509,19 @@ class Labels:
     def hold(self, factor: Tensor, tracker: Tracker) -> None:
         """A gradient that is still to be clipped is made of this: it must stay as it is, also where it is public."""
         storage = factor.untyped_storage()
-        self.held[storage._cdata] = StorageWeakRef(storage), tracker
+        if storage._cdata not in self.held:
+            self.held[storage._cdata] = StorageWeakRef(storage), tracker, _placed(storage)
+
+    def require_held(self, tracker: Tracker) -> None:
+        """Raise `NotApart` if some of what its parts of sums are made of was taken away by its storage, which no
+        operator does."""
+        for ref, owner, before in self.held.values():
+            storage = UntypedStorage._new_with_weak_ptr(ref.cdata) if owner is tracker else None  # type: ignore[attr-defined]
+            if storage is not None and _placed(storage) != before:
+                raise NotApart(
+                    "the storage of an input or an activation was resized before the step (untyped_storage().resize_), "
+                    "and gradients are still made of what lay there: do so after the step"
+                )
 
     def let_go(self, tracker: Tracker) -> None:
         """What was made of its passes is clipped, or given up."""
@@ -545,6 +558,10 @@ class Labels:
         self.held.clear()
         self.identity.clear()
         self.zeros.clear()
+
+
+def _placed(storage: UntypedStorage) -> tuple[int, int]:
+    return storage.nbytes(), storage.data_ptr()
 
 
 def mixed(operator: str, why: str = "mixes examples", unknown: bool = False) -> Mixed:

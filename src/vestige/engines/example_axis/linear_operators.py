@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.func import vmap
+from torch.utils._pytree import tree_leaves
 
 from vestige.engines.example_axis.labels import (
     Label,
@@ -32,7 +33,7 @@ from vestige.engines.example_axis.labels import (
     written_by,
 )
 from vestige.engines.example_axis.labels import alone as one_example
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, creates, transformable
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, creates, outputs_of, transformable
 from vestige.engines.example_axis.sums import (
     OfOne,
     Uses,
@@ -48,6 +49,7 @@ from vestige.engines.per_example import gradient_maps
 from vestige.engines.per_example.execution import unseen_by_functions
 from vestige.engines.per_example.filter_maps import FilterMap
 from vestige.engines.per_example.gradient_forms import (
+    Deferred,
     Dense,
     Gradient,
     Outer,
@@ -101,6 +103,7 @@ def linear(tracker: Tracker, func: Any, args: Args, kwargs: Kwargs, labelled: La
         if known and found is None:
             found = _made_of(Op(tracker, func, args, kwargs, labelled, None))
         if found is not None:
+            _hold(tracker, args, kwargs, labelled, found)
             return found
         first = next((label for _, label in labelled if isinstance(label, Mixed)), None)
         name = str(func).removeprefix("aten.").split(".")[0]
@@ -114,6 +117,16 @@ def linear(tracker: Tracker, func: Any, args: Args, kwargs: Kwargs, labelled: La
     if written:  # without running: what stands for a sum has no memory to write to
         return args[0] if func._schema.returns else None
     return rule_of(func).apply(tracker, func, args, kwargs, [(tensor, label) for tensor, _ in labelled])
+
+
+def _hold(tracker: Tracker, args: Args, kwargs: Kwargs, labelled: Labelled, found: Any) -> None:
+    """Parts that are made later are made of public operands as they are now: those are not written to until then."""
+    labels = [tracker.labels.get(each) for each in outputs_of(found) if isinstance(each, Tensor)]
+    if any(isinstance(use, Deferred) for label in labels if isinstance(label, Summed) for use in label.cell.uses):
+        of_examples = [each for each, _ in labelled]
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and not any(each is other for other in of_examples):
+                tracker.labels.hold(each, tracker)
 
 
 # --- views ------------------------------------------------------------------------------------------------------------
