@@ -647,6 +647,20 @@ def test_what_is_read_after_the_last_step_decides_nothing_of_its_loss():
         assert found.assumption("loss_per_example").status == expected
 
 
+def test_what_is_read_between_epochs_is_noted_beside_another_loop():
+    kept = []
+    for _ in range(2):
+        steps, model, optimizer, loader = private(make_toy()[0])
+        x, y = next(iter(loader))
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        kept.append((steps, x))
+    assert not followed()
+    for steps, x in kept:
+        float(x.mean())
+        assert steps.passes.tracking.reads
+
+
 def test_a_distance_of_the_users_own_inside_a_loss_is_followed():
     """Its reads dispatch no operator: only the function mode sees them."""
     steps, model, _, loader = private(make_toy()[0])

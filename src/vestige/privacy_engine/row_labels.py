@@ -146,7 +146,7 @@ class Tracking:
 
     def start(self) -> None:
         if self._resting and not self._off():
-            self._on, self._resting = None, False  # it is on in another thread, or at work
+            self._rested()  # it is on in another thread, or at work
         if self._on is None:
             self.clean_up()
             self._on = threading.get_ident()
@@ -176,7 +176,12 @@ class Tracking:
         self._pause()
         if self._on is None and self.labels.alive():
             self._on, self._resting = threading.get_ident(), True
+            self.labels.trackers.append(self.tracker)  # what is read of rows of any loop is noted by all
             self._remaining.__enter__()
+
+    def _rested(self) -> None:
+        self.labels.trackers.remove(self.tracker)
+        self._on, self._resting = None, False
 
     def _pause(self) -> None:
         self._off()
@@ -196,7 +201,7 @@ class Tracking:
             if self._on != here or self._remaining not in called:
                 return False
             _leave(TorchFunctionMode, called, self._remaining)
-            self._on, self._resting = None, False
+            self._rested()
             return True
         if self._on != here or self.tracker not in dispatched or self.functions not in called:
             return False
