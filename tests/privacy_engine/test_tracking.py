@@ -661,6 +661,33 @@ def test_what_is_read_between_epochs_is_noted_beside_another_loop():
         assert steps.passes.tracking.reads
 
 
+class OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return OwnProduct.apply(x, self.weight, self.bias)
+
+
+def test_a_loop_is_followed_beside_another_at_rest():
+    """Each by its own tracker: what is left of the other's examples is no matter of this one's backward pass."""
+    kept = []
+    for _ in range(3):
+        loop = private(OwnLinear(5, 3))
+        for x, y in loop[3]:
+            same_step_of(lambda m, x, y: LOSS(m(x), y), *loop[1:3], x, y)
+        kept.append((loop, x))
+
+
 def test_a_distance_of_the_users_own_inside_a_loss_is_followed():
     """Its reads dispatch no operator: only the function mode sees them."""
     steps, model, _, loader = private(make_toy()[0])

@@ -37,11 +37,13 @@ class Remaining(TorchFunctionMode):
         self._tracking = tracking
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._tracking.followed_here():
+            return function(*args, **(kwargs or {}))
         with unseen_by_functions():
             left = self._tracking.labels.memories((args, kwargs) if kwargs else args)
         if not left:
             return function(*args, **(kwargs or {}))
-        with torch.autograd.set_multithreading_enabled(False), self._tracking.tracker, self._tracking.functions:
+        with self._tracking.remaining_followed():
             return function(*args, **(kwargs or {}))
 
 
@@ -54,6 +56,8 @@ class Tracking:
     _numbers: ClassVar[Iterator[int]] = count(1)
     _several: ClassVar[dict[int, bool]] = {}
     """Of each thread in which modes are on: whether autograd had threads of its own before."""
+    _at_rest: ClassVar[list[Tracker]] = []
+    """Those of loops that follow what remains of the examples, of whichever loop: what is read of it is noted by all."""
     _over: ClassVar[list[Tracking]] = []
     """Those whose owner was lost while a mode was at work: the next ones take their modes off."""
 
@@ -176,12 +180,29 @@ class Tracking:
         self._pause()
         if self._on is None and self.labels.alive():
             self._on, self._resting = threading.get_ident(), True
-            self.labels.trackers.append(self.tracker)  # what is read of rows of any loop is noted by all
+            self._at_rest.append(self.tracker)
             self._remaining.__enter__()
 
     def _rested(self) -> None:
-        self.labels.trackers.remove(self.tracker)
+        self._at_rest.remove(self.tracker)
         self._on, self._resting = None, False
+
+    def followed_here(self) -> bool:
+        """Whether this or another loop follows all operators of this thread."""
+        return threading.get_ident() in self._several
+
+    @contextmanager
+    def remaining_followed(self) -> Iterator[None]:
+        """Inside, all operators are followed, for all loops at rest."""
+        here, before = threading.get_ident(), self.labels.trackers[:]
+        self._several[here] = torch.autograd.is_multithreading_enabled()
+        self.labels.trackers += self._at_rest
+        try:
+            with torch.autograd.set_multithreading_enabled(False), self.tracker, self.functions:
+                yield
+        finally:
+            self.labels.trackers[:] = before
+            self._several.pop(here, None)
 
     def _pause(self) -> None:
         self._off()
