@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -235,6 +237,94 @@ class Scratch(torch.autograd.Function):
         first = buffer.t() @ gradient
         torch.cos(x, out=buffer)
         return None, first, buffer.t() @ gradient
+
+
+def into(function, *shape, empty=torch.zeros):
+    """A sum that is written to memory of one's own."""
+
+    def written(gradient, x):
+        made = empty(shape, dtype=x.dtype)
+        function(gradient, x, made)
+        return made
+
+    return written
+
+
+def in_rows(gradient, x, made):
+    for row in range(3):
+        made[row] = gradient[:, row] @ x
+
+
+def of_each(gradient, x):
+    return torch.stack([torch.outer(one, other) for one, other in zip(gradient, x, strict=True)])
+
+
+def product(gradient, x):
+    return gradient.t() @ x
+
+
+WRITTEN = {
+    "mm": into(lambda g, x, made: torch.mm(g.t(), x, out=made), 3, 6, empty=torch.empty),
+    "mm resized": into(lambda g, x, made: torch.mm(g.t(), x, out=made), 0),
+    "matmul": into(lambda g, x, made: torch.matmul(g.t(), x, out=made), 3, 6),
+    "a part": lambda g, x: into(lambda g, x, made: torch.mm(g.t(), x, out=made[1:4]), 5, 6)(g, x)[1:4],
+    "sum": into(lambda g, x, made: torch.sum(of_each(g, x), 0, out=made), 3, 6),
+    "add": into(lambda g, x, made: torch.add(product(g, x), product(g, x), out=made), 3, 6),
+    "mul": into(lambda g, x, made: torch.mul(product(g, x), 0.5, out=made), 3, 6),
+    "mul into itself": lambda g, x: torch.mul(a := product(g, x), 0.5, out=a),
+    "cat": into(lambda g, x, made: torch.cat([product(g, x)[:1], product(g, x)[1:]], out=made), 3, 6),
+    "in place": into(lambda g, x, made: made.add_(product(g, x), alpha=2), 3, 6),
+    "rows": into(in_rows, 3, 6),
+    "addmm": lambda g, x: torch.addmm(x.new_zeros(3, 6), g.t(), x),
+    "addmm without": lambda g, x: torch.addmm(x.new_ones(3, 6), g.t(), x, beta=0),
+    "addmm to a sum": lambda g, x: torch.addmm(product(g, x), g.t(), x, beta=0.5, alpha=0.25),
+    "addmm in place": lambda g, x: product(g, x).addmm_(g.t(), x, alpha=3),
+    "addmm of what is public": lambda g, x: torch.addmm(product(g, x), x.new_zeros(3, 2), x.new_ones(2, 6)),
+    "baddbmm": lambda g, x: torch.baddbmm(x.new_zeros(1, 3, 6), g.t()[None], x[None])[0],
+    "addbmm": lambda g, x: torch.addbmm(x.new_zeros(3, 6), g[:, :, None], x[:, None]),
+    "addr": lambda g, x: reduce(lambda made, both: torch.addr(made, *both), zip(g, x), x.new_zeros(3, 6)),  # noqa: B905
+    "addmv": lambda g, x: torch.addmv(x.new_zeros(3), g.t(), x[:, 0])[:, None].expand(3, 6),
+    "addcmul": lambda g, x: torch.addcmul(product(g, x), product(g, x), x.new_full((3, 6), 2.0), value=0.5),
+    "addcdiv": lambda g, x: torch.addcdiv(x.new_zeros(3, 6), product(g, x), x.new_full((3, 6), 2.0)),
+    "lerp": lambda g, x: torch.lerp(product(g, x), 2 * product(g, x), 0.25),
+    "turned": lambda g, x: (x.t() @ g).t_(),
+}
+CHANGED = {
+    "beside something public": lambda g, x: x.new_ones(3, 6).add_(product(g, x)) - 1,
+    "addmm to something public": lambda g, x: torch.addmm(x.new_ones(3, 6), g.t(), x) - 1,
+    "fill_diagonal_": lambda g, x: product(g, x).fill_diagonal_(1),
+    "resize_": lambda g, x: product(g, x).resize_(3, 6),
+    "by strides of its own": lambda g, x: torch.as_strided(a := product(g, x), (3, 6), a.stride()),
+    "clamp": into(lambda g, x, made: torch.clamp(product(g, x), -0.1, 0.1, out=made), 3, 6),
+    "an addend twice": into(lambda g, x, made: [made.addr_(*both) for both in zip(g, x, strict=True)], 3, 6),
+}
+
+
+def own_product(made):
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None, made(gradient, *ctx.saved_tensors)
+
+    return lambda: Weight(Own.apply, (3, 6))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_of_a_sum_is_each_examples_part(name):
+    make = own_product(WRITTEN[name])
+    same(looped(make), make)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_made_of_a_sum_otherwise_is_refused_in_a_line(name):
+    with pytest.raises(ValueError, match=r"this backward pass cannot be made private: .* at \S*test_parts") as problem:
+        looped(own_product(CHANGED[name]))
+    assert "\n" not in str(problem.value)
 
 
 def test_a_buffer_that_is_filled_again_is_not_taken_for_what_it_was():

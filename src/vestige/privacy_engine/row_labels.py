@@ -57,7 +57,7 @@ class Tracking:
     _several: ClassVar[dict[int, bool]] = {}
     """Of each thread in which modes are on: whether autograd had threads of its own before."""
     _at_rest: ClassVar[list[Tracker]] = []
-    """Those of loops that follow what remains of the examples, of whichever loop: what is read of it is noted by all."""
+    """Those of loops that follow what remains of the examples, whose loop they may be: all note what is read of it."""
     _over: ClassVar[list[Tracking]] = []
     """Those whose owner was lost while a mode was at work: the next ones take their modes off."""
 

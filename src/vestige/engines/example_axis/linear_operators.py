@@ -19,6 +19,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from vestige.engines.example_axis.labels import (
+    AS_STRIDED,
     Label,
     Labelled,
     Mixed,
@@ -33,7 +34,15 @@ from vestige.engines.example_axis.labels import (
     written_by,
 )
 from vestige.engines.example_axis.labels import alone as one_example
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, creates, outputs_of, transformable
+from vestige.engines.example_axis.operator_calls import (
+    Args,
+    Kwargs,
+    Op,
+    creates,
+    outputs_of,
+    transformable,
+    written_anew,
+)
 from vestige.engines.example_axis.sums import (
     OfOne,
     Uses,
@@ -89,6 +98,7 @@ LINEAR_IN = {
 }
 """Of operators that are not linear in every argument, or add something public: in which they are."""
 _PUTS = ("index_put", "index_add", "_index_put_impl", "_unsafe_index_put")
+COPY = torch.ops.aten.copy_.default
 FEW = 8
 """Uses that an operator is applied to each by itself, where adding them up first would take too much memory."""
 Made = Sequence[tuple[Gradient, Sequence[int]] | None] | None
@@ -97,26 +107,46 @@ Made = Sequence[tuple[Gradient, Sequence[int]] | None] | None
 
 def linear(tracker: Tracker, func: Any, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """What an operator makes of sums over the examples."""
-    known = isinstance(func, OpOverload) and not any(isinstance(label, Mixed) for _, label in labelled)
+    if isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags:
+        with unseen_by_functions():
+            return _viewed_in_place(tracker, func, args, kwargs, labelled)
+    found = written_anew(tracker, func, args, kwargs)
+    if found is not None:
+        return found
     with unseen_by_functions():
-        found = _view(tracker, func, args, kwargs, labelled) if known and _is_view(func) else None
-        if known and found is None:
-            found = _made_of(Op(tracker, func, args, kwargs, labelled, None))
+        if func is COPY and covers(args[0]):  # whatever was there
+            labelled = [each for each in labelled if each[0] is not args[0]]
+        if isinstance(func, OpOverload) and not any(isinstance(label, Mixed) for _, label in labelled):
+            try:
+                found = _followed(tracker, func, args, kwargs, labelled)
+            except (RuntimeError, IndexError):  # of what torch cannot do with a tensor without numbers
+                found = None
         if found is not None:
-            _hold(tracker, args, kwargs, labelled, found)
             return found
         first = next((label for _, label in labelled if isinstance(label, Mixed)), None)
         name = str(func).removeprefix("aten.").split(".")[0]
         label = first or mixed(name, "is not linear in a sum over the batch", unknown=True)
         written = written_by(func, args, kwargs)
+        if isinstance(func, OpOverload) and _is_view(func):
+            raise NotApart(label)  # what is written through it would be lost
         for each in written:
             own = tracker.labels.get(each)
             if isinstance(own, Summed):
                 own.cell.mixed = label  # whatever other names it has
             tracker.labels.set(each, label)
     if written:  # without running: what stands for a sum has no memory to write to
-        return args[0] if func._schema.returns else None
+        return written[0] if func._schema.returns else None
     return rule_of(func).apply(tracker, func, args, kwargs, [(tensor, label) for tensor, _ in labelled])
+
+
+def _followed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    if _is_view(func):
+        found = _view(tracker, func, args, kwargs, labelled)
+    else:
+        found = _made_of(Op(tracker, func, args, kwargs, labelled, None))
+    if found is not None:
+        _hold(tracker, args, kwargs, labelled, found)
+    return found
 
 
 def _hold(tracker: Tracker, args: Args, kwargs: Kwargs, labelled: Labelled, found: Any) -> None:
@@ -143,6 +173,8 @@ def _view(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labell
         return func(*args, **kwargs)
     if len(labelled) > 1 or not isinstance(label, Summed) or args[0] is not tensor:
         return None
+    if func is AS_STRIDED and any(step == 0 and size > 1 for size, step in zip(args[1], args[2], strict=True)):
+        return None  # by strides that were asked of what stands for a sum, which has none
     before = tuple(tensor.shape)
     shown = func(torch.empty(before, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
     several = isinstance(shown, tuple | list)
@@ -152,6 +184,21 @@ def _view(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labell
         part = Summed(label.cell, (*label.views, call))
         found.append(tracker.stand_in(tensor, each.shape, part, dtype=each.dtype))
     return found if several else found[0]
+
+
+def _viewed_in_place(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+    """A tensor that shows its numbers in another way from now on."""
+    tensor, label = labelled[0]
+    name = func.overloadpacket.__name__.removesuffix("_")
+    form = getattr(getattr(torch.ops.aten, name), func._overloadname)
+    if len(labelled) > 1 or not isinstance(label, Summed) or not _is_view(form) or name == "as_strided":
+        raise NotApart(mixed(func.overloadpacket.__name__, "changes the memory of a sum over the batch", unknown=True))
+    before, alone = tuple(tensor.shape), not tracker.labels.fills(tensor)
+    func(*args, **kwargs)
+    if alone:
+        call = ViewCall(form, tuple(args[1:]), kwargs, before, tuple(tensor.shape))
+        tracker.labels.set(tensor, Summed(label.cell, (*label.views, call)))
+    return tensor
 
 
 def uses_of(label: Summed) -> Uses:
@@ -232,7 +279,7 @@ def _copied(op: Op) -> Any:
             return _put(op, tuple(times(use, 0.0) for use in uses_of(own)))
         alike = isinstance(label, Summed) and (label.cell.count, label.cell.batch) == (own.cell.count, own.cell.batch)
         return _put(op, uses_of(label)) if alike else None  # type: ignore[arg-type]
-    if own is not None or not isinstance(label, Summed):
+    if not isinstance(label, Summed) or (own is not None and not covers(into)):
         return None
     whole = into.new_empty(0).set_(into.untyped_storage())
     if not covers(into) and not labels.zero(whole):
@@ -270,10 +317,6 @@ def _made_of(op: Op) -> Any:
     made = None if rule is None else _of_each(rule, op, tensor, label)
     if made is None:
         return None
-    if op.func._schema.is_mutable:
-        first = made[0]
-        alike = first is not None and op["self"] is tensor and tuple(first[1]) == tuple(tensor.shape)
-        return _put(op, first[0]) if alike else None  # type: ignore[index]
     dtype = on_meta(op.func, op.given).dtype if name in OTHER_NUMBERS else None
     found = [each and _stand_in(op.tracker, tensor, each[1], each[0], label.cell, dtype) for each in made]
     returns = op.func._schema.returns
@@ -329,9 +372,9 @@ def _of_each(
 
 def _one_by_one(call: Linear) -> Made:
     """Any operator that is linear in one argument, of each example's part by itself."""
-    op, func = call.op, _not_in_place(call.op.func)
+    op, func = call.op, call.op.func
     place = next(name for name, each in op.given.items() if each is call.tensor)
-    if func is None or not _no_constant(call, place):
+    if not _no_constant(call, place):
         return None
     own = func.namespace == "vestige"  # an operator of ours, which is not to be transformed
     shapes = func(**op.given) if own else on_meta(func, op.given)
@@ -349,13 +392,6 @@ def _one_by_one(call: Linear) -> Made:
         None if each is None else (call.mapped(partial(back, number), each.shape), tuple(each.shape))
         for number, each in enumerate(outputs)
     ]
-
-
-def _not_in_place(func: OpOverload) -> OpOverload | None:
-    """The same operator, whose output is new."""
-    if not func._schema.is_mutable:
-        return func
-    return getattr(getattr(torch.ops.aten, func.overloadpacket.__name__.rstrip("_"), None), func._overloadname, None)
 
 
 def _no_constant(call: Linear, place: str) -> bool:
@@ -520,7 +556,7 @@ def _added(op: Op) -> Any:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return None
     first, second = (_as_sum(each, labels.get(each)) for each in (one, other))
-    if first is None and isinstance(second, Summed) and not op.func._schema.is_mutable and labels.zero(one):
+    if first is None and isinstance(second, Summed) and labels.zero(one):
         first = Summed(SumCell((), second.cell.count, second.cell.batch))
     if second is None and isinstance(first, Summed) and labels.zero(other):
         second = Summed(SumCell((), first.cell.count, first.cell.batch))
@@ -530,8 +566,6 @@ def _added(op: Op) -> Any:
         return None
     uses = uses_of(second) if alpha == 1 else tuple(times(use, alpha) for use in uses_of(second))
     both = added(uses_of(first), uses)
-    if op.func._schema.is_mutable:
-        return _put(op, both)
     return _stand_in(op.tracker, one, one.shape, both, first.cell)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Summed, Tracker, mixed
+from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Summed, Tracker, mixed, written_by
 from vestige.vmap_fallback import quietly
 
 Args = Sequence[Any]
@@ -133,6 +133,66 @@ def creates(name: str) -> bool:
 
 def outputs_of(found: Any) -> Sequence[Any]:
     return found if isinstance(found, tuple | list) else (found,)
+
+
+def _plus(one: Any, other: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """Where a factor is zero, what it multiplies is not looked at."""
+    scaled = other if alpha == 1 else other * alpha
+    return scaled if beta == 0 else scaled + (one if beta == 1 else one * beta)
+
+
+ADDED_TO: dict[str, Callable[..., Tensor]] = {
+    "addmm": lambda self, mat1, mat2, beta=1, alpha=1: _plus(self, torch.mm(mat1, mat2), beta, alpha),
+    "addmv": lambda self, mat, vec, beta=1, alpha=1: _plus(self, torch.mv(mat, vec), beta, alpha),
+    "baddbmm": lambda self, batch1, batch2, beta=1, alpha=1: _plus(self, torch.bmm(batch1, batch2), beta, alpha),
+    "addbmm": lambda self, batch1, batch2, beta=1, alpha=1: _plus(
+        self, torch.mm(batch1.transpose(0, 1).flatten(1), batch2.flatten(0, 1)), beta, alpha
+    ),
+    "addr": lambda self, vec1, vec2, beta=1, alpha=1: _plus(self, vec1[:, None] * vec2, beta, alpha),
+    "addcmul": lambda self, tensor1, tensor2, value=1: _plus(self, tensor1 * tensor2, 1, value),
+    "addcdiv": lambda self, tensor1, tensor2, value=1: _plus(self, tensor1 / tensor2, 1, value),
+    "lerp": lambda self, end, weight: self + (end - self) * weight,
+}
+"""Operators of a product and a sum: what each of them makes of sums over the examples is known."""
+
+
+@cache
+def new_form(func: Any) -> Callable[..., Any] | None:
+    """What an operator writes, as something new; None if it writes nothing, or to several tensors."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return None
+    name, arguments = func.overloadpacket.__name__.rstrip("_"), func._schema.arguments
+    if name in ADDED_TO:
+        return ADDED_TO[name]
+    written = [each for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    if len(written) != 1 or name == "copy" or torch.Tag.inplace_view in func.tags:
+        return None
+    given = [(each.name, str(each.type)) for each in arguments if not (each is written[0] and each.kwarg_only)]
+    packet = getattr(torch.ops.aten, name, None)
+    forms = [] if packet is None else [getattr(packet, form) for form in packet.overloads()]
+    for form in forms:
+        if not form._schema.is_mutable and [(e.name, str(e.type)) for e in form._schema.arguments] == given:
+            return form  # type: ignore[no-any-return]
+    return None
+
+
+def written_anew(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """An operator that writes, as one that makes something new and a copy of that: so no rule of sums need know of
+    writes. None if it is no such operator."""
+    form = new_form(func)
+    if form is None:
+        return None
+    written = written_by(func, args, kwargs)
+    names = [each.name for each in func._schema.arguments if each.kwarg_only and each.alias_info is not None]
+    with tracker:
+        found = form(*args, **{name: each for name, each in kwargs.items() if name not in names})
+        if not written:
+            return found
+        for into, new in zip(written, outputs_of(found), strict=True):
+            if names and into.shape != new.shape and not into.numel():
+                into.resize_(new.shape)
+            into.copy_(new)
+        return written[0] if func._schema.returns else None
 
 
 TOP = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

@@ -38,7 +38,16 @@ from vestige.engines.example_axis.labels import (
     users_line,
 )
 from vestige.engines.example_axis.linear_operators import linear
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, creates, difference, outputs_of
+from vestige.engines.example_axis.operator_calls import (
+    ADDED_TO,
+    Args,
+    Kwargs,
+    Op,
+    creates,
+    difference,
+    outputs_of,
+    written_anew,
+)
 from vestige.engines.example_axis.reordered_examples import Ordered, moved, size_tells, sorted_examples
 from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_entries
 from vestige.engines.per_example import kernels
@@ -770,6 +779,8 @@ def find_rule(func: OpOverload) -> Rule:
     if name not in _SHAPES and _composed(func.name()):
         return COMPOSED
     rule = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_")) or _unlisted(func, name)
+    if name.removesuffix("_") in ADDED_TO:
+        return added_to(rule)
     return adding_up(PARTS[name], rule) if name in PARTS else rule
 
 
@@ -801,6 +812,16 @@ def adding_up(parts: Callable[[Op], Found], rule: Rule) -> Rule:
         if not tracker.adds_up or (parts is of_entries and _home(tracker, func, args, kwargs, labelled)):
             return rule.apply(tracker, func, args, kwargs, labelled)
         found = added_up(parts, tracker, func, args, kwargs, labelled)
+        return rule.apply(tracker, func, args, kwargs, labelled) if found is None else found
+
+    return Rule(apply, rule.of_one_example)
+
+
+def added_to(rule: Rule) -> Rule:
+    """The rule of an operator that may add up examples as one of those that it is composed of, in a backward pass."""
+
+    def apply(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
+        found = written_anew(tracker, func, args, kwargs) if tracker.adds_up else None
         return rule.apply(tracker, func, args, kwargs, labelled) if found is None else found
 
     return Rule(apply, rule.of_one_example)

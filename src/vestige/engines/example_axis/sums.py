@@ -28,9 +28,10 @@ from vestige.engines.example_axis.labels import (
     Summed,
     Tracker,
     covers,
+    written_by,
 )
 from vestige.engines.example_axis.labels import alone as one_example
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, transformable
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, new_form, transformable
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen_by_functions
 from vestige.engines.per_example.gradient_forms import (
@@ -388,6 +389,8 @@ def added_up(
         not isinstance(label, Rows) or (label.axis < 0 and parts is not of_single_examples) for _, label in labelled
     ):
         return None
+    if func._schema.is_mutable:
+        return _written(parts, tracker, func, args, kwargs)
     with unseen_by_functions():
         if any(isinstance(each, Tensor) and (each.is_conj() or each.is_neg()) for each in args):
             args = [_resolved(tracker, each) if isinstance(each, Tensor) else each for each in args]
@@ -395,6 +398,23 @@ def added_up(
         op = Op(tracker, func, args, kwargs, labelled, None)
         made = parts(op)
         return None if made is None else _outputs(op, *made)
+
+
+def _written(
+    parts: Callable[[Op], Found], tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs
+) -> Tensor | None:
+    """A sum as something new, and a copy of it where it is to be."""
+    form, (into,) = new_form(func), written_by(func, args, kwargs)
+    if not isinstance(form, OpOverload):
+        return None
+    rest = {name: each for name, each in kwargs.items() if each is not into}
+    found = added_up(parts, tracker, form, args, rest, tracker.labels.among(args, rest))
+    if found is None:
+        return None
+    with tracker:
+        if into.shape != found.shape and not into.numel():
+            into.resize_(found.shape)
+        return into.copy_(found)  # type: ignore[no-any-return]
 
 
 def _resolved(tracker: Tracker, tensor: Tensor) -> Tensor:
@@ -412,8 +432,6 @@ def _outputs(op: Op, label: Rows, uses: Parts, back: Tensor | None = None) -> An
     tracker, like = op.tracker, op.labelled[0][0]
     cells = [SumCell([_kept(tracker, part) for part in each], label.count, label.batch) for each in uses]
     if "output_mask" not in op.given:
-        if op.func._schema.is_mutable:
-            return op["self"] if fill(tracker, op["self"], uses[0], label) else None
         return tracker.stand_in(like, shape_of(op), Summed(cells[0]))
     mask: Sequence[bool] = op["output_mask"]
     found: list[Tensor | None] = [None] * len(mask)
