@@ -245,7 +245,7 @@ class CapturedPasses:
             return None  # what lies on the host is read there when a pass is captured, and not again
         if not all(self._rows_first(leaf, label.count) for leaf in tensors.values()):
             return None
-        names = {name: place for place, name in call.names_in(forward).items() if place in tensors}
+        names = {name: place for place, name in call.names(forward).items() if place in tensors}
         return Asked(forward, call, label, names)
 
     def _rows_first(self, leaf: Tensor, rows: int) -> bool:

@@ -228,7 +228,7 @@ class UserBatches(MicrobatchQueue):
     """Batches that are the user's own: whatever rows a pass is about are one more draw. No epsilon holds for them."""
 
     def take(self, rows: int, batch: int) -> Microbatch:
-        if self.current is None or self.current.rows != rows:
+        if self.current is None or self.current.size != rows:
             self.draws += 1
             self.announce(Microbatch(self.draws, 0, True, rows))
         found = super().take(rows, batch)
@@ -236,4 +236,4 @@ class UserBatches(MicrobatchQueue):
         return found
 
     def _is_about(self, part: Microbatch, rows: int, batch: int) -> bool:
-        return part.rows == rows
+        return part.size == rows

@@ -26,17 +26,13 @@ class Lengths:
     def met(self, shapes: Shapes, averaged: Iterable[int]) -> None:
         """A loss of a batch of these shapes, of means over so many numbers of a row. Raises ValueError if the divisor
         is the batch's length."""
-        self._averaged.setdefault(shapes, set())
-        for each in averaged:
-            self._met(shapes, each)
-
-    def _met(self, shapes: Shapes, averaged: int) -> None:
-        self._averaged[shapes].add(averaged)
+        self._averaged.setdefault(shapes, set()).update(averaged)
         others = [counts for each, counts in self._averaged.items() if each != shapes and counts]
-        if others and not any(averaged in counts for counts in others):
-            before = max(max(counts) for counts in others)
-            raise ValueError(
-                f"the loss is a mean over {averaged} numbers of each example in this batch, and over {before} in "
-                "another: its divisor is decided by the longest example, which no noise covers. Pad to one length, or "
-                "divide each example's own sum by a public number"
-            )
+        for each in averaged:
+            if others and not any(each in counts for counts in others):
+                before = max(max(counts) for counts in others)
+                raise ValueError(
+                    f"the loss is a mean over {each} numbers of each example in this batch, and over {before} in "
+                    "another: its divisor is decided by the longest example, which no noise covers. Pad to one length, "
+                    "or divide each example's own sum by a public number"
+                )

@@ -46,7 +46,7 @@ from vestige.privacy_engine.microbatch_queue import (
     require_no_accumulation,
 )
 from vestige.privacy_engine.optimizer_parameter_checks import require_noised
-from vestige.privacy_engine.output_autograd_functions import End, Factor, NotPerExample
+from vestige.privacy_engine.output_autograd_functions import End, NotPerExample
 from vestige.privacy_engine.padding_in_loss_divisor import Lengths, Shapes
 from vestige.privacy_engine.row_labels import Tracking
 from vestige.processes.distributed_setup import fsdp_in, silence_wrapper
@@ -54,6 +54,8 @@ from vestige.processes.loops_of_sharded_models import ShardedLoop
 from vestige.processes.parameter_shards import ShardedSum
 
 Uses = dict[str, list[Gradient]]
+Output = tuple[Rows, int | Tensor, torch.dtype]
+"""The label of an output of the model, by what its gradient is multiplied, and its type."""
 COMPILED = "per-example gradients need eager mode: torch.compile is ignored in private passes"
 
 
@@ -315,37 +317,26 @@ class Passes:
                 if each.part.size:
                     yield partial(each.replay.clip, each.part, total)  # type: ignore[arg-type]
                 each.replay.over()
-            elif each.part.size and each.part.users:
-                yield from self._shares_of_users(each, total)
             elif each.part.size and each.uses:
-                gradients = {name: combine(parts) for name, parts in each.uses.items()}
-                if self.canaries is not None and each.part.planted:
-                    self.canaries.to(self.device)
-                    planted, first = each.part.planted, each.part.size - len(each.part.planted)
-                    gradients = self.canaries.replaced(gradients, planted, first, each.examples)
-                real = torch.arange(each.examples, device=self.device) < each.part.size
-                for first in range(0, each.examples, LARGEST_SUM):
-                    rows = min(LARGEST_SUM, each.examples - first)
-                    few, own = gradients, real
-                    if rows < each.examples:
-                        cut = itemgetter(slice(first, first + rows))
-                        few = {name: change(gradient, cut) for name, gradient in gradients.items()}
-                        own = real[first : first + rows]
-                    blank = None if each.part.size == each.examples else own
-                    yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows, blank)
+                yield from self._few_at_once(each, total)
 
-    def _shares_of_users(self, each: Pending, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
-        """Each user is an example: the gradients of the user's rows add up before their norm is taken."""
+    def _few_at_once(self, each: Pending, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
+        """Of examples that are users, the gradients of a user's rows add up before their norm is taken."""
         gradients = {name: combine(uses) for name, uses in each.uses.items()}
+        if self.canaries is not None and each.part.planted:
+            self.canaries.to(self.device)
+            planted = each.part.planted
+            gradients = self.canaries.replaced(gradients, planted, each.part.size - len(planted), each.examples)
         first = 0
-        for users, rows in each.part.users:
+        for examples, rows in each.part.users or ((each.part.size, 1),):
             at_once = max(1, LARGEST_SUM // rows)
-            for some in range(0, users, at_once):
-                few = min(at_once, users - some)
-                cut = itemgetter(slice(first, first + few * rows))
-                own = {name: change(gradient, cut) for name, gradient in gradients.items()}
-                counts = torch.full((few,), rows, device=self.device)
-                whose = None if rows == 1 else UserRows(counts, few * rows, rows, equal=True)
+            for start in range(0, examples, at_once):
+                few = min(at_once, examples - start)
+                cut, own = itemgetter(slice(first, first + few * rows)), gradients
+                if few * rows < each.examples:
+                    own = {name: change(gradient, cut) for name, gradient in gradients.items()}
+                counts = None if rows == 1 else torch.full((few,), rows, device=self.device)
+                whose = None if counts is None else UserRows(counts, few * rows, rows, equal=True)
                 place = total.place(min(few * rows, LARGEST_SUM))
                 yield partial(add_weighted, own, self._clip, self.layout, place, few, None, whose)
                 first += few * rows
@@ -357,19 +348,6 @@ class Passes:
         found = self._closed, self.total.total()
         self.total = self._closed = None
         return found
-
-    def _finished(self, part: Microbatch, examples: int, uses: Uses | None, replay: Replay | None) -> None:
-        """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
-        self.parts.use(part)
-        if not (self._pending and self._pending[-1].part is part):
-            self._pending.append(Pending(part, examples, replay=replay if uses is None else None))
-            uses = uses or {}
-        held = self._pending[-1]
-        if uses:
-            held.take_out()
-            held.add(uses)
-        elif uses is None and replay is not None:
-            held.add(replay.again())
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -392,7 +370,7 @@ class Passes:
             return self._pass(forward, call, label)
         except NotApart as problem:
             way = ONE_BY_ONE if problem.unknown else ALONE
-            way += LABELS if "labels" in call.names.values() else ""
+            way += LABELS if "labels" in call.names().values() else ""
             raise ValueError(f"the model cannot be made private in this loop: {problem}. {way}") from None
 
     def _require_usable(self, modules: Sequence[nn.Module]) -> None:
@@ -420,7 +398,7 @@ class Passes:
 
     def _label(self, call: Call) -> Rows:
         """The label of the examples that a call is about. Raises ValueError where an argument is not a row's own."""
-        tracking, names = self.tracking, call.names
+        tracking = self.tracking
         tensors = [(place, leaf) for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
         if any(leaf.requires_grad for _, leaf in tensors):
             raise ValueError(
@@ -428,18 +406,21 @@ class Passes:
                 "gradients of examples without noise. Make it part of the module, or detach the input; gradients of "
                 "inputs (adversarial examples, a generator against a private discriminator) are taken in eval mode"
             )
+
+        def named(place: int) -> str:
+            return f"argument {call.names().get(place, place)!r} of the private model"
+
         for place, leaf in enumerate(call.leaves):
-            named = f"argument {names.get(place, place)!r} of the private model"
             if isinstance(leaf, ReadNumber | ReadCount):
                 raise ValueError(
-                    f"{named} is a value of the examples that was read at {leaf.where}: no noise covers what follows "
-                    "from it. Give the model tensors, row by row, or public numbers"
+                    f"{named(place)} is a value of the examples that was read at {leaf.where}: no noise covers what "
+                    "follows from it. Give the model tensors, row by row, or public numbers"
                 )
             label = tracking.label(leaf) if isinstance(leaf, Tensor) else None
             if isinstance(label, Mixed):
                 raise ValueError(
-                    f"{named} is not a row's own: {label}. Compute it of each example by itself; of a flattened batch, "
-                    "as of graphs or of EmbeddingBag with offsets, make a padded one"
+                    f"{named(place)} is not a row's own: {label}. Compute it of each example by itself; of a flattened "
+                    "batch, as of graphs or of EmbeddingBag with offsets, make a padded one"
                 )
         known = [label for label in (tracking.label(leaf) for _, leaf in tensors) if isinstance(label, Rows)]
         if not known:
@@ -472,12 +453,12 @@ class Passes:
         return found
 
     def _pass(self, forward: Callable[..., Any], call: Call, label: Rows) -> Any:
-        rows, args, tasks = label.count, call.with_leaves(call.leaves), Tasks()
+        rows, (args, kwargs), tasks = label.count, tree_unflatten(call.leaves, call.tree), Tasks()
         with self.tracking.model() as tracker:
             point, deliver = self.point(), partial(self._deliver, weakref.ref(tasks))
             first = torch._C._autograd._get_sequence_nr()
             with self._model.tracked(tracker, point, label.batch, deliver):
-                outputs = forward(*args[0], **args[1])
+                outputs = forward(*args, **kwargs)
             span = first, torch._C._autograd._get_sequence_nr()
             found = self._ended(Open(rows, label.batch, self._shapes(call), span, tasks=tasks), outputs)
             require_unwritten(self.module, tracker.labels, point)
@@ -536,17 +517,17 @@ class Passes:
         reductions: Sequence[str | None],
     ) -> list[Any]:
         rows, part = opened.examples, self.parts.take(opened.examples, opened.batch)
-        reached = partial(self._reached, opened, part, labels)
         # The gradient of a row's own loss: what the model has reduced itself is known, of the rest it was said.
-        factors: list[Factor] = [rows if (kind or self._said) == "mean" else 1 for kind in reductions]
+        factors: list[int | Tensor] = [rows if (kind or self._said) == "mean" else 1 for kind in reductions]
         if part is not None and part.users:
             weights = _weights(part)
             factors = [
                 torch.from_numpy(_along(factor * weights, label, found[place].shape)).to(self.device, non_blocking=True)
                 for factor, place, label in zip(factors, places, labels, strict=True)
             ]
-        relabel = partial(self._relabel, labels)
-        ends = End.apply(reached, relabel, ANCHOR, factors, *(found[place] for place in places))
+        back = [(label, factor, found[p].dtype) for label, factor, p in zip(labels, factors, places, strict=True)]
+        reached = partial(self._reached, opened, part, back)
+        ends = End.apply(reached, ANCHOR, *(found[place] for place in places))
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
             self.tracking.labels.set(end, label)
             found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
@@ -555,16 +536,20 @@ class Passes:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _reached(
-        self, opened: Open, part: Microbatch | None, labels: Sequence[Rows], signals: Sequence[Tensor]
-    ) -> Callable[[Sequence[Tensor]], None] | None:
-        """A backward pass has come to the outputs of the model; if the pass was captured, what takes it on."""
+        self, opened: Open, part: Microbatch | None, outputs: Sequence[Output], signals: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """A backward pass has come to the outputs of the model: what goes on from there, if the pass was not captured.
+
+        What comes back to a row is multiplied by the number of rows where the loss is a mean: that is the gradient of
+        the row's own loss. Where a user is an example, it is divided by the number of the user's rows, too.
+        """
         if part is None or not self.parts.usable(part):
             raise ValueError(
                 f"this pass of the model is about {opened.examples} rows, but {self.parts.expected(opened.examples)}: "
                 "train on the batches of the loader that make_private returned, each in one step, in order and leaving "
                 "none out"
             )
-        for label, signal in zip(labels, signals, strict=True):
+        for (label, _, _), signal in zip(outputs, signals, strict=True):
             own = self.tracking.label(signal)
             if isinstance(own, Mixed):
                 raise ValueError(f"the loss is not each row's own: {own}. {_way_out(own)}")
@@ -587,22 +572,19 @@ class Passes:
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(self._finish, opened, part, task)
         )
-        return None if opened.replay is None else partial(self._back, opened, opened.replay, task)
-
-    def _back(self, opened: Open, replay: Replay, task: int, signals: Sequence[Tensor]) -> None:
-        if replay.went_back:  # the graphs' memory is for one backward pass
+        back = []
+        for (label, factor, dtype), signal in zip(outputs, signals, strict=True):
+            whole = (signal if isinstance(factor, int) and factor == 1 else signal * factor).to(dtype)
+            back.append(whole if self.tracking.label(whole) is not None else whole.clone())  # the same for all rows
+            self.tracking.labels.set(back[-1], label)
+        if opened.replay is None:
+            return back
+        if opened.replay.went_back:  # the graphs' memory is for one backward pass
             for each in self._pending:
                 each.take_out()
         with without_modes():
-            opened.tasks[task] = replay.back(signals)
-
-    def _relabel(self, labels: Sequence[Rows], signals: Sequence[Tensor]) -> list[Tensor]:
-        """What goes back into the model belongs to its rows, also where a loss gives all rows the same."""
-        known = [self.tracking.label(signal) is not None for signal in signals]
-        own = [signal if is_known else signal.clone() for signal, is_known in zip(signals, known, strict=True)]
-        for label, signal in zip(labels, own, strict=True):
-            self.tracking.labels.set(signal, label)
-        return own
+            opened.tasks[task] = opened.replay.back(back)
+        return [None] * len(back)
 
     def _deliver(self, tasks: weakref.ref[Tasks], name: str, uses: Sequence[Gradient]) -> None:
         """Sorted by backward pass; one that fails leaves nothing. `tasks` are those of a pass, which they do not keep
@@ -618,11 +600,22 @@ class Passes:
         held.setdefault(name, []).extend(uses)
 
     def _finish(self, opened: Open, part: Microbatch, task: int) -> None:
+        """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
         opened.stack.close()
         self.tracking.tracker.strict = False
         self.tracking.tracker.spans.clear()
         self._recomputing = [stack for stack in self._recomputing if stack is not opened.stack]
-        self._finished(part, opened.examples, opened.tasks.pop(task), opened.replay)
+        uses, replay = opened.tasks.pop(task), opened.replay
+        self.parts.use(part)
+        if not (self._pending and self._pending[-1].part is part):
+            self._pending.append(Pending(part, opened.examples, replay=replay if uses is None else None))
+            uses = uses or {}
+        held = self._pending[-1]
+        if uses:
+            held.take_out()
+            held.add(uses)
+        elif uses is None and replay is not None:
+            held.add(replay.again())
 
 
 LABELS = ". If it is about the labels: call the model without them, and take the loss of its logits"
