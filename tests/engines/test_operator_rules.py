@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vestige.engines.example_axis import labels as example_axis
 from vestige.engines.example_axis import rules as operator_rules
-from vestige.engines.example_axis.labels import Mixed, Rows, Tracker
+from vestige.engines.example_axis.labels import Labels, Mixed, Rows, Tracker
 from vestige.engines.example_axis.rules import Op, ruled
 from vestige.engines.per_example import recurrence_operator  # noqa: F401  (its operators)
 
@@ -581,3 +581,24 @@ def test_an_operator_that_is_not_listed_is_never_taken_to_be_harmless():
     assert isinstance(label, Mixed)
     assert label.unknown
     assert "test_operator_rules.py" in label.where
+
+
+PLACES = {
+    "backwards": (lambda row, entry: 3 * row + 2 - entry, Rows(0, 3, 4, 1)),
+    "one upon the other": (lambda row, entry: 3 * row + 0 * entry, Rows(0, 3, 4, 1)),
+    "entries first": (lambda row, entry: 4 * entry + row, Rows(0, 1, 4, 1)),
+    "shifted": (lambda row, entry: (3 * row + entry + 1) % 12, None),
+    "one in another's": (lambda row, entry: torch.where((row == 3) & (entry == 2), 0, 3 * row + entry), None),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_public_index_may_lead_each_row_to_a_part_of_its_own(name):
+    """As where windows that overlap are added up in the memory that they are of."""
+    tracker, flat = Tracker(Labels()), torch.ones(12)
+    tracker.labels.set(flat, Rows(0, 3, 4, 1))
+    places, expected = PLACES[name]
+    index = places(torch.arange(4)[:, None], torch.arange(3)).flatten()
+    with tracker:
+        found = tracker.labels.get(torch.zeros(12).index_add_(0, index, flat))
+    assert isinstance(found, Mixed) if expected is None else found == expected

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vestige.engines.example_axis.labels import Label, Mixed, Rows
 from vestige.engines.example_axis.operator_calls import Op
+from vestige.engines.per_example.execution import unseen
 
 VALUES = ("values", "src", "source")
 """What operators call what they write."""
@@ -74,6 +75,27 @@ class Entries:
         counts = self.op.tracker.labels.counts(index, size, step)
         return self.start + place + len(self.shape) - index.dim() if counts else None
 
+    def own_parts(self, label: Rows) -> Rows | None:
+        """The label of the table, where one public index leads what is written of each example to parts of its own, as
+        in memory of windows that overlap."""
+        (axis, index), *others = self.indices.items()
+        labels, numbers = self.op.tracker.labels, not (index.is_floating_point() or is_mask(index))
+        if others or index.dim() != 1 or label.axis != self.start or label.first or not numbers or not len(index):
+            return None
+        if labels.get(index) is not None or (index.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        with unseen():
+            places = index % self.table[axis]
+            owners = torch.arange(len(index), device=index.device) // label.inner % label.count
+            of_second = places[owners == 1]
+            unit = int(of_second.min()) if len(of_second) else self.table[axis]
+            own = (
+                unit
+                and not self.table[axis] % (unit * label.count)
+                and torch.equal(places // unit % label.count, owners)
+            )
+        return Rows(axis, unit, label.count, label.batch) if own else None
+
     def label_of_values(self, values: Tensor, label: Rows) -> Label:
         """The label along the axes of what is written, to which the values are broadcast."""
         axis = label.axis + len(self.axes) - values.dim()
@@ -121,7 +143,8 @@ def written_entries(op: Op) -> Label | None:
     if isinstance(label, Rows):
         homes = range(table.dim()) if own is None else (own.axis,)
         home = next((axis for axis in homes if entries.where(axis) == label.axis), None)
-        label = op.mixed(ELSEWHERE) if home is None else op.meet(own, label.at(home))
+        there = entries.own_parts(label) if home is None else label.at(home)
+        label = op.mixed(ELSEWHERE) if there is None else op.meet(own, there)
     if entries.masked and isinstance(label, Mixed):
         return op.mixed(BY_MASK, unknown=True)
     return own if label is None else label
