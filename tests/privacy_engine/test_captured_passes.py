@@ -262,7 +262,8 @@ def test_what_has_no_row_for_each_example_first_is_not_captured(use):
 def test_a_graph_is_worth_capturing_when_doing_without_has_cost_as_much():
     costs = cuda_graphs.CaptureCosts()
     assert not costs.worth("small", 1.0, 0.5)  # nobody knows yet what a graph costs
-    costs.captured(2.0)
+    costs.capture([4], lambda rows: None)
+    costs._seconds = 2.0
     assert [costs.worth("other", 1.0, 0.5) for _ in range(4)] == [False, False, False, True]
     assert not any(costs.worth("exact", 1.0, 1.0) for _ in range(100))
 

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import ceil, inf, sqrt
 from typing import Any, cast
 
@@ -223,8 +224,16 @@ class CaptureCosts:
         """What the last one took."""
         self._lost: dict[Hashable, float] = {}
 
-    def captured(self, seconds: float) -> None:
-        self.count, self._seconds = self.count + 1, seconds
+    def capture(self, sizes: Sequence[int], one: Callable[[int], object]) -> None:
+        """Capture graphs of these sizes, as far as there is time."""
+        start = inf
+        for rows in sizes:
+            begun = time.monotonic()
+            if begun - start > SECONDS:
+                break
+            one(rows)
+            start = min(start, time.monotonic())  # the first one loads and compiles kernels
+            self.count, self._seconds = self.count + 1, time.monotonic() - begun
 
     def worth(self, wanted: Hashable, seconds: float, share: float) -> bool:
         """Whether to capture a graph that was done without once more, by one that takes so long, of which a `share`
@@ -342,7 +351,8 @@ class Captured:
             if not known and best not in expected:
                 best = _with_room(rows, best, expected)
             self._graphs[key] = known
-            self._capture(known, ahead(expected) if first else [best], mean, clip, into, full)
+            capture = partial(self._capture, known, mean=mean, clip=clip, into=into, full=full)
+            self._costs.capture(ahead(expected) if first else [best], capture)
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -376,30 +386,17 @@ class Captured:
         return padded_size(rows)
 
     def _capture(
-        self,
-        known: dict[int, CapturedStep],
-        sizes: Sequence[int],
-        mean: Term,
-        clip: Clip,
-        into: Tensor,
-        full: bool,
+        self, known: dict[int, CapturedStep], rows: int, mean: Term, clip: Clip, into: Tensor, full: bool
     ) -> None:
-        start = inf
         self._pool = self._pool or new_pool()
+        largest = known[max(known)] if known and max(known) >= rows else None
         with torch.cuda.device_of(into):
-            for rows in sizes:
-                begun = time.monotonic()
-                if begun - start > SECONDS:
-                    break
-                largest = known[max(known)] if known and max(known) >= rows else None
-                if self._total is None:
-                    self._total = torch.zeros(self.layout.size, device=into.device)
-                users = None if mean.counts is None else self._users
-                step = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full, users)
-                step.capture(mean.batch, self._pool)
-                known[rows] = step
-                start = min(start, time.monotonic())
-                self._costs.captured(time.monotonic() - begun)
+            if self._total is None:
+                self._total = torch.zeros(self.layout.size, device=into.device)
+            users = None if mean.counts is None else self._users
+            step = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full, users)
+            step.capture(mean.batch, self._pool)
+        known[rows] = step
 
 
 class CapturedStep:

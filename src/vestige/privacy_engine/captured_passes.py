@@ -8,13 +8,11 @@ others run as they are.
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from math import inf
 from operator import itemgetter
 from typing import Any
 
@@ -30,7 +28,6 @@ from vestige.engines.capture_guards import (
 )
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
-    SECONDS,
     CaptureCosts,
     Timer,
     ahead,
@@ -284,24 +281,13 @@ class CapturedPasses:
                 self._forms[key] = [*forms, form]
                 size = max(size, self.sizes[1] if len(self.sizes) > 1 else size)  # for most batches of this length
             first = not self._costs.count and size <= self.sizes[0]
-            self._capture(form, ahead(self.sizes) if first else [size])
+            self._costs.capture(ahead(self.sizes) if first else [size], form.capture)
         return None if form is None else form.begin(asked, asked.padded(self._padding, form.to).call.leaves)
 
     def _size(self, rows: int) -> int:
         """Of the graph that suits so many rows: one of those that were announced, or more."""
         size = next((size for size in reversed(self.sizes) if size >= rows), padded_size(rows))
         return size if self.users is None else self.users.whole(size)
-
-    def _capture(self, form: CapturedForm, sizes: Sequence[int]) -> None:
-        """As far as there is time."""
-        start = inf
-        for rows in sizes:
-            begun = time.monotonic()
-            if begun - start > SECONDS:
-                break
-            form.capture(rows)
-            start = min(start, time.monotonic())  # the first one loads and compiles kernels
-            self._costs.captured(time.monotonic() - begun)
 
     def _meet(self, asked: Asked) -> None:
         """A model of the user's own has taken texts of this length; how long they may be is not known otherwise."""

@@ -76,6 +76,9 @@ LIKE_THE_FIRST = frozenset(("new_tensor", "new"))
 _FACTS = frozenset(FACTS.split())
 
 
+Handler = Callable[["TrackedFunctions", Any, Any, dict[str, Any]], Any]
+
+
 class TrackedFunctions(TorchFunctionMode):
     """Stands beside a tracker. `inside` a model, reduced losses have a number for each example."""
 
@@ -303,13 +306,6 @@ def _padded_targets(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -
     return tuple(map(padded, args)), {name: padded(each) for name, each in kwargs.items()}
 
 
-def _select(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Inside a model, where the size of what a mask chooses would tell of the examples."""
-    plain = mode.inside and mode.tracker.strict and not kwargs and not any(map(in_transform, args))
-    found = reordered_examples.joined_by_mask(mode.tracker, *args) if plain else None
-    return mode.watched(function, (), args, kwargs) if found is None else found
-
-
 def by_example(each: Tensor, label: Rows) -> Tensor | None:
     """The sum over all numbers of an example, of all examples or of those of a slice; None if they lie otherwise."""
     moved = each if label.axis == 0 else each.movedim(label.axis, 0)
@@ -407,14 +403,20 @@ def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str,
     return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
 
 
-def _pack(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    found = None if kwargs or in_transform(args[0]) else reordered_examples.pack(mode.tracker, *args)
-    return mode.watched(function, (), args, kwargs) if found is None else found
+def _reordered(make: Callable[..., Any]) -> Handler:
+    """By a function that knows whose the entries are afterwards, where it does."""
+
+    def handler(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        found = None if kwargs or in_transform(args[0]) else make(mode, *args)
+        return mode.watched(function, (), args, kwargs) if found is None else found
+
+    return handler
 
 
-def _pad(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    found = None if kwargs or in_transform(args[0]) else reordered_examples.pad(mode.tracker, *args)
-    return mode.watched(function, (), args, kwargs) if found is None else found
+def _select(mode: TrackedFunctions, given: Tensor, mask: Tensor) -> Tensor | None:
+    """Inside a model, where the size of what a mask chooses would tell of the examples."""
+    plain = mode.inside and mode.tracker.strict and not in_transform(mask)
+    return reordered_examples.joined_by_mask(mode.tracker, given, mask) if plain else None
 
 
 def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -465,7 +467,7 @@ def _group_norm(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[s
     return function(*args, **kwargs)
 
 
-HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]] = {
+HANDLERS: dict[Any, Handler] = {
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
     Tensor.item: _item,
@@ -476,11 +478,10 @@ HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]]
     F.bilinear: _bilinear,
     F.group_norm: _group_norm,
     F.instance_norm: _group_norm,
-    Tensor.masked_select: _select,
-    torch.masked_select: _select,
+    **dict.fromkeys((Tensor.masked_select, torch.masked_select), _reordered(_select)),
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     torch._C._nn.pad_sequence: _pad_examples,
-    torch._VF._pack_padded_sequence: _pack,  # type: ignore[attr-defined]
-    torch._VF._pad_packed_sequence: _pad,  # type: ignore[attr-defined]
+    torch._VF._pack_padded_sequence: _reordered(lambda mode, *args: reordered_examples.pack(mode.tracker, *args)),  # type: ignore[attr-defined]
+    torch._VF._pad_packed_sequence: _reordered(lambda mode, *args: reordered_examples.pad(mode.tracker, *args)),  # type: ignore[attr-defined]
 }

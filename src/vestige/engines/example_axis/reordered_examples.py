@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from vestige.engines.example_axis.indexed_entries import VALUES, indices_of
-from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed
+from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed, users_line
 from vestige.engines.example_axis.operator_calls import Op
 from vestige.engines.per_example.execution import unseen
 
@@ -33,6 +33,11 @@ MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_put", "_i
 
 @dataclass(frozen=True)
 class Ordered(Mixed):
+    @classmethod
+    def made(cls, operator: str, **known: Any) -> Self:
+        """What an operator has made, with what is known of it."""
+        return cls(operator, users_line(), **{"why": WHY, **known})
+
     def plain(self) -> Mixed:
         return Mixed(self.operator, self.where, self.why, self.unknown)
 
@@ -83,8 +88,7 @@ def arranged(operator: str, rows: Rows, owners: Sequence[int]) -> Rows | Permute
     """The label of entries of these owners along the axis of `rows`: rows again if each is in its place."""
     if tuple(owners) == tuple(range(rows.count)):
         return rows
-    known = mixed(operator, WHY)
-    return Permuted(known.operator, known.where, known.why, rows=rows, owners=tuple(owners))
+    return Permuted.made(operator, rows=rows, owners=tuple(owners))
 
 
 def owners_of(label: Label | None, axis: int, size: int) -> tuple[Rows, tuple[int, ...]] | None:
@@ -127,9 +131,7 @@ def sorted_examples(op: Op) -> Any:
         if owned is not None:
             with unseen():
                 order = tuple(op.found[1].tolist())
-            known = op.mixed(WHY)
-            places = Positions(known.operator, known.where, known.why, order=order)
-            return [arranged("sort", owned[0], order), places]
+            return [arranged("sort", owned[0], order), Positions.made(op.name, order=order)]
     return None
 
 
@@ -198,8 +200,8 @@ def joined_by_mask(tracker: Tracker, given: Tensor, mask: Tensor) -> Tensor | No
     padded = given.gather(1, mask.logical_not().to(torch.uint8).sort(dim=1, stable=True).indices)
     with unseen():
         found = padded.flatten().clone()
-    where = mixed("masked_select", "joins what is chosen of several examples", unknown=True)
-    tracker.labels.arrange(found, Joined(where.operator, where.where, where.why, where.unknown, padded=padded))
+    joined = Joined.made("masked_select", why="joins what is chosen of several examples", unknown=True, padded=padded)
+    tracker.labels.arrange(found, joined)
     return found
 
 
@@ -283,12 +285,10 @@ def pack(tracker: Tracker, given: Tensor, lengths: Tensor, batch_first: bool) ->
         places = _places(ends, given.shape[1 - axis], batch_first, given.device)
         sizes = torch.tensor([sum(end > step for end in ends) for step in range(ends[0])])
     held = [owner for step in range(ends[0]) for owner, end in zip(owners, ends, strict=True) if end > step]
-    after = mixed("pack_padded_sequence", WHY)
-    label = Packed(after.operator, after.where, after.why, rows=rows.at(0), owners=tuple(held))
+    label = Packed.made("pack_padded_sequence", rows=rows.at(0), owners=tuple(held))
     shape = (given.shape[0], given.shape[1])
     data: Tensor = _Moved.apply(given, tracker, _Move(True, before, label, places, shape))  # type: ignore[no-untyped-call]
-    steps = Steps(after.operator, after.where, after.why, width=given.shape[1 - axis])
-    tracker.labels.arrange(sizes, steps)
+    tracker.labels.arrange(sizes, Steps.made("pack_padded_sequence", width=given.shape[1 - axis]))
     tracker.packed = True
     return data, sizes
 

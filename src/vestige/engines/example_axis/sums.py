@@ -218,10 +218,8 @@ def _per_channel(signal: Tensor, examples: int) -> Tensor:
 
 
 def of_layer_norm(op: Op) -> Found:
-    label, shape = op.meet(*(op.label(name) for name in ("grad_out", "input", "mean", "rstd"))), op["normalized_shape"]
-    if not isinstance(label, Rows) or label.axis >= op["input"].dim() - len(shape) or not op.public("weight", "bias"):
-        return None
-    if not whole(label, op["input"]):
+    label, shape = _normed(op, "grad_out", "input", "mean", "rstd"), op["normalized_shape"]
+    if label is None:
         return None
     rows, own = (label.count, -1, prod(shape)), (label.count, *shape)
     inside, signal = (by_example(label, op[name]).reshape(rows) for name in ("input", "grad_out"))
@@ -231,13 +229,18 @@ def of_layer_norm(op: Op) -> Found:
 
 
 def of_rms_norm(op: Op) -> Found:
-    label, shape = op.meet(*(op.label(name) for name in ("grad_out", "input", "rstd"))), op["normalized_shape"]
-    if not isinstance(label, Rows) or label.axis >= op["input"].dim() - len(shape) or not op.public("weight"):
-        return None
-    if not whole(label, op["input"]):
+    label, shape = _normed(op, "grad_out", "input", "rstd"), op["normalized_shape"]
+    if label is None:
         return None
     each = by_example(label, wide(op["input"]) * op["rstd"] * op["grad_out"])
     return label, [(Dense(each.reshape(label.count, -1, *shape).sum(dim=1)),)]
+
+
+def _normed(op: Op, *names: str) -> Rows | None:
+    """The label of all these, where examples are along an axis before those that are normalised."""
+    label, before = op.meet(*map(op.label, names)), op["input"].dim() - len(op["normalized_shape"])
+    plain = isinstance(label, Rows) and label.axis < before and op.public("weight", "bias")
+    return label if plain and whole(label, op["input"]) else None  # type: ignore[return-value]
 
 
 def of_group_norm(op: Op) -> Found:
