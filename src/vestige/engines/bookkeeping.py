@@ -125,9 +125,11 @@ class BookKeeping:
         """Each example's own: by the rules, where the loss is made of torch's own, or taken apart."""
         args, named, targets = self.form.split(batch)
         outputs = self.model(*args, **named)
+        tracker.reduced = False  # what is a number to the model has a row for each example here
         label = tracker.labels.get(batch[0])
         if of_torch(self.loss) and not counts_targets(self.loss) and isinstance(label, Rows) and label.inner == 1:
             found = self._rowwise(outputs, targets)
+            tracker.reduced = False
             if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
                 return found
         for leaf in tree_leaves(outputs):

@@ -484,7 +484,8 @@ class CapturedForm:
             if tracker.kept_elsewhere:
                 raise NotCapturable("activations are kept elsewhere")
             found, tree = tree_flatten(outputs)
-            kept = self._kept(found, rows)
+            with unseen_by_functions():
+                kept = self._kept(found, rows)
         held = [found[place] for place, leaf in enumerate(kept) if isinstance(leaf, Ending)]
         most = len(self._places)
         self.ends = self.ends or [each.new_zeros(most, *each.shape[1:]) for each in held]
@@ -509,7 +510,7 @@ class CapturedForm:
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)
             along = next((name for name, own in self.to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
-            kept.append(Ending(buffers, label, tracker.scalar(leaf), along))
+            kept.append(Ending(buffers, label, tracker.kind_of_reduction(leaf), along))
             buffers += 1
         if not buffers:
             raise NotCapturable("no output of the model has a row for each example")

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, ReadNumber
-from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, without_modes
+from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, ReadNumber, reduced
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Tracker, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, TrackedModel, require_unwritten
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.execution import unseen, unseen_by_functions
@@ -460,7 +460,8 @@ class Passes:
             with self._model.tracked(tracker, point, label.batch, deliver):
                 outputs = forward(*args, **kwargs)
             span = first, torch._C._autograd._get_sequence_nr()
-            found = self._ended(Open(rows, label.batch, self._shapes(call), span, tasks=tasks), outputs)
+            with unseen_by_functions():
+                found = self._ended(Open(rows, label.batch, self._shapes(call), span, tasks=tasks), outputs)
             require_unwritten(self.module, tracker.labels, point)
             return found
 
@@ -487,6 +488,7 @@ class Passes:
         places, labels, refused = [], [], []
         for place, leaf in enumerate(found):
             if not differentiable(leaf):
+                found[place] = _for_user(leaf, tracker) if isinstance(leaf, Tensor) else leaf
                 continue
             label = tracker.labels.get(leaf)
             if isinstance(label, Rows) and (label.count, label.batch, label.first) == (rows, opened.batch, 0):
@@ -500,12 +502,10 @@ class Passes:
                 )
                 refused += [] if label is None else [why]
                 why = "it depends on no example" if label is None else why
-                kind, seen = tracker.scalar(leaf), leaf.detach()
-                seen = seen if kind is None else seen.mean() if kind == "mean" else seen.sum()
-                found[place] = NotPerExample.apply(ANCHOR, seen, why)
+                found[place] = NotPerExample.apply(ANCHOR, _for_user(leaf.detach(), tracker), why)
         if not places:
             raise NotApart(refused[0] if refused else "no output of the model has a row for each example")
-        reductions = [tracker.scalar(found[place]) for place in places]
+        reductions = [tracker.kind_of_reduction(found[place]) for place in places]
         return tree_unflatten(self._with_ends(opened, found, places, labels, reductions), shape)
 
     def _with_ends(
@@ -530,7 +530,7 @@ class Passes:
         ends = End.apply(reached, ANCHOR, *(found[place] for place in places))
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
             self.tracking.labels.set(end, label)
-            found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
+            found[place] = reduced(end, label, reduction)
         return found
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -634,6 +634,10 @@ OWN_LOSS = (
     "Take the loss of each row by itself, then a sum or a mean with a public divisor; of losses that cannot be written "
     "so: criterion = engine.criterion(loss)"
 )
+
+
+def _for_user(output: Tensor, tracker: Tracker) -> Tensor:
+    return reduced(output, tracker.labels.get(output), tracker.kind_of_reduction(output))
 
 
 def _weights(part: Microbatch) -> NDArray[np.float32]:

@@ -264,7 +264,7 @@ class Tracking:
                 entered.enter_context(tracker)
                 entered.enter_context(functions)
             tracker.strict = True
-            tracker.scalars.clear()
+            tracker.reduced = False
             functions.inside, turn, self.labels.turn = True, self.labels.turn, tracker
             try:
                 yield tracker

@@ -499,6 +499,14 @@ def _check_users(settings: Settings, shards: Shards | None) -> None:
         raise ValueError("users: not for a sharded model; train replicas (without fully_shard)")
 
 
+LEAST_NORM, MOVE = 1e-6, 0.1
+NO_GRADIENT = (
+    "a made-up row has no gradient of its own, at two points. Each example's loss is taken by itself: of a loss that "
+    "compares the examples of a batch with each other (contrastive learning), nothing is left: the model would move "
+    "by noise alone. Give every example what it is compared with, such as two views of it and public rows"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a run is made, apart from its budget."""
@@ -682,12 +690,22 @@ class Training(HoldsKey):
                 transform = transform_of(
                     self.model, self.layout, self.method, examples.population, self.plan.sample_rate
                 )
+                rows = made_up(examples.blank(), 2, examples.device)
                 for _ in range(2):  # a second batch meets what the model keeps of the first
-                    engine(made_up(examples.blank(), 2, examples.device), point, Flat(1.0), into, transform)
+                    norms = engine(rows, point, Flat(1.0), into, transform)
+                if not norms.max() > LEAST_NORM:
+                    drawn = torch.Generator().manual_seed(0)
+                    moved = {
+                        name: value + MOVE * torch.randn(value.shape, generator=drawn).to(value)
+                        for name, value in point.items()
+                    }
+                    norms = engine(rows, moved, Flat(1.0), into, transform)
         except RowsNotApart:
             raise
         except Exception:  # whatever a user's model raises on made-up rows
             return False
+        if not norms.max() > LEAST_NORM:
+            warnings.warn(NO_GRADIENT, stacklevel=2)
         return True
 
     def shield(self) -> None:

@@ -19,17 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from vestige.class_axis import classes_last
 from vestige.engines.example_axis import reordered_examples
 from vestige.engines.example_axis.labels import (
+    Label,
     NotApart,
     Read,
+    Reduction,
     Rows,
     Tracker,
     asked_by_user,
     has_own_memory,
     in_transform,
+    mixed,
+    tensors_in,
     untransformed,
     users_line,
 )
@@ -98,16 +103,42 @@ class TrackedFunctions(TorchFunctionMode):
         if zeros and args and isinstance(args[0], Tensor) and getattr(function, "__name__", "") in SHOWING:
             with unseen_by_functions():
                 zeros.pop(memory_of(args[0]), None)  # it may be written to in ways that are not followed
-        handler = HANDLERS.get(function)
-        if handler is not None:
-            return handler(self, function, args, kwargs)
         for each in args:
             if type(each) in (ReadNumber, ReadCount):
                 raise ValueError(
                     f"a value of the examples that was read at {each.where} is used again at {users_line()}: no noise "
                     "covers what follows from it. Compute with tensors, row by row, or with public numbers"
                 )
+        if self.inside and self.tracker.reduced:
+            args, kwargs = self._as_numbers(function, args, kwargs)
+        handler = HANDLERS.get(function)
+        if handler is not None:
+            return handler(self, function, args, kwargs)
         return self.watched(function, types, args, kwargs)
+
+    def _as_numbers(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The arguments, where a loss over the batch is the number that it is to the model, unless the function does
+        nothing but arithmetic with it: then it stays a number for each example."""
+        tracker = self.tracker
+        given = [each for each in tensors_in((args, kwargs)) if not in_transform(each)]
+        if not any(tracker.reduction(each) is not None for each in given):
+            return args, kwargs
+        in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
+        own = in_place and tracker.reduction(args[0]) is not None
+        if _called(function) in ARITHMETIC and in_place == own:
+            with unseen_by_functions():
+                others = [each for each in given if tracker.reduction(each) is None]
+                if all(each.numel() == 1 and tracker.labels.get(each) is None for each in others):
+                    return args, kwargs
+        if own:
+            raise NotApart(mixed(function.__name__, "changes a reduction over the batch in place"))
+
+        def number(each: Any) -> Any:
+            known = tracker.reduction(each) if isinstance(each, Tensor) and not in_transform(each) else None
+            label = None if known is None else tracker.labels.get(each)
+            return reduced(each, label, known.kind) if known is not None else each
+
+        return tree_map(number, (args, kwargs))
 
     def watched(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The function's result. What it is given of the examples, and passes to no operator, it has read."""
@@ -132,7 +163,7 @@ class TrackedFunctions(TorchFunctionMode):
             missing = [place for place in places if place not in labels.taken]
             if missing:
                 with unseen_by_functions():
-                    returned = {memory_of(each) for each in _tensors(found)}
+                    returned = {memory_of(each) for each in tensors_in(found)}
                 missing = [place for place in missing if place not in returned]
         finally:
             labels.taken = None if outer is None else outer | labels.taken
@@ -164,9 +195,14 @@ SIZES = frozenset((
 """What follows from how many entries a tensor has, and functions that give as many tensors."""
 
 
+def _called(function: Any) -> str:
+    """The name of a function, or of the attribute that is asked for."""
+    return str(function.__self__.__name__ if function.__name__ == "__get__" else function.__name__)
+
+
 def _tells_of_lengths(tracker: Tracker, function: Any, name: str, args: Any) -> bool:
     """Whether this may show how long packed sequences are together: the size of what is packed, or made of it."""
-    if (function.__self__.__name__ if name == "__get__" else name) not in SIZES:
+    if _called(function) not in SIZES:
         return False
     given = isinstance(args[0], Tensor) and not in_transform(args[0])
     return given and reordered_examples.size_tells(tracker, args[0])
@@ -185,14 +221,6 @@ def memory_of(tensor: Tensor) -> int:
     tensor = untransformed(tensor)
     plain = tensor.layout == torch.strided and has_own_memory(type(tensor))
     return tensor.untyped_storage()._cdata if plain else id(tensor)
-
-
-def _tensors(found: Any) -> list[Tensor]:
-    if isinstance(found, Tensor):
-        return [found]
-    if isinstance(found, dict):
-        found = list(found.values())
-    return [one for each in found for one in _tensors(each)] if isinstance(found, list | tuple) else []
 
 
 class ReadNumber(float):
@@ -261,8 +289,7 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if reduction == "mean":
         losses = _averaged(mode, function, args, kwargs, each, losses, own)
     if mode.inside:
-        with unseen_by_functions():
-            mode.tracker.scalars[losses.untyped_storage()._cdata] = reduction
+        mode.tracker.mark_reduced(losses, Reduction(reduction, each.numel()))
         return losses
     whole = losses.mean() if reduction == "mean" else losses.sum()
     if whole.grad_fn is not None:
@@ -270,6 +297,68 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     return whole
 
 
+def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A sum or mean over the whole of a tensor that is made of parameters, which inside a model is a loss: each
+    example's own."""
+    losses = _added_up(mode, args, kwargs) if mode.inside else None
+    if losses is None:
+        return mode.watched(function, (), args, kwargs)
+    tensor, tracker = args[0], mode.tracker
+    known = tracker.reduction(tensor)
+    if function.__name__ == "mean":
+        numbers = tensor.numel() // len(losses)
+        if known is None:
+            tracker.averaged.add(numbers)
+        losses = losses / numbers
+    elif losses is tensor:
+        losses = losses.clone()  # rows themselves are not reduced
+    tracker.mark_reduced(losses, known or Reduction(function.__name__, tensor.numel()))
+    return losses
+
+
+def _added_up(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The sum over all that belongs to each example, if it is one over all axes."""
+    tensor, *dims = args or (None,)
+    if not isinstance(tensor, Tensor) or in_transform(tensor) or not tensor.requires_grad or not tensor.dim():
+        return None
+    label, along = mode.tracker.labels.get(tensor), dims[0] if dims else kwargs.get("dim")
+    if len(dims) > 1 or kwargs.keys() - {"dim"} or not isinstance(label, Rows) or label.axis < 0 or label.first:
+        return None
+    axes = range(tensor.dim()) if along is None else along if isinstance(along, list | tuple) else [along]
+    if len({axis % tensor.dim() for axis in axes if isinstance(axis, int)}) < tensor.dim():
+        return None
+    return None if tensor.shape[label.axis] % (label.count * label.inner) else by_example(tensor, label)
+
+
+def _divided(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A sum over the batch that is divided by how many rows, or numbers, it has is a mean."""
+    whole, by = args if len(args) == 2 else (None, None)
+    if mode.inside and isinstance(whole, Tensor) and isinstance(by, int | float) and not in_transform(whole):
+        known, own = mode.tracker.reduction(whole), mode.tracker.labels.get(whole)
+        if known is not None and known.kind == "sum" and isinstance(own, Rows) and by in (own.count, known.numbers):
+            losses = function(whole, by / own.count, **kwargs)
+            mode.tracker.mark_reduced(losses, Reduction("mean", known.numbers))
+            return losses
+    return mode.watched(function, (), args, kwargs)
+
+
+def reduced(losses: Tensor, label: Label | None, kind: str | None) -> Tensor:
+    """The number, or the numbers, that a model would have made of a loss that has a number for each example."""
+    if kind is None or not isinstance(label, Rows) or label.axis < 0:
+        return losses
+    with unseen_by_functions():  # else it would be another loss
+        return losses.sum(label.axis) if kind == "sum" else losses.mean(label.axis)
+
+
+_METHODS = "add radd sub rsub mul rmul truediv rtruediv div rdiv neg pow add_ sub_ mul_ div_"
+_FUNCTIONS = (
+    "exp log log1p sqrt square abs clamp clamp_min sum mean stack clone detach to float double type true_divide"
+)
+_ATTRIBUTES = "requires_grad grad_fn dtype device is_leaf is_floating_point is_complex"
+ARITHMETIC = frozenset(f"__{name}__" for name in _METHODS.split()).union(
+    *(names.split() for names in (_METHODS, _FUNCTIONS, _ATTRIBUTES))
+)
+"""Functions that take a number for each example where they would have taken one, and give such numbers."""
 REDUCED = "vestige: how a loss is reduced over the batch"
 KEEPS_REDUCTION = ("AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0")
 """What a sum over the batch may go through and still be one; divided, it is what the user divides it by."""
@@ -470,6 +559,8 @@ def _group_norm(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[s
 HANDLERS: dict[Any, Handler] = {
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
+    **{function: _over_all for function in (torch.sum, torch.mean, Tensor.sum, Tensor.mean)},
+    **{function: _divided for function in (torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide)},
     Tensor.item: _item,
     Tensor.backward: _backward,
     torch.autograd.backward: _engine,

@@ -212,8 +212,19 @@ def _extent(view: View) -> tuple[int, int]:
     return width * offset, width * last + width - 1
 
 
+class Reduction(NamedTuple):
+    """How a model would have reduced what has a number for each example here: a loss over the batch."""
+
+    kind: str
+    """ "mean" or "sum"."""
+    numbers: int
+    """Of how many."""
+
+
 class Memory:
     """What is known of one storage, by the label of one view of it."""
+
+    reduction: Reduction | None = None
 
     def __init__(self, storage: UntypedStorage, view: View, label: Label) -> None:
         self.ref = StorageWeakRef(storage)
@@ -228,6 +239,15 @@ class Memory:
         if isinstance(label, Summed):
             return mixed("a view", "is of a sum over the batch")
         return label.plain() if isinstance(label, Mixed) else _region(label, _in_bytes(view))
+
+
+def tensors_in(given: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dictionaries."""
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, dict):
+        given = list(given.values())
+    return [one for each in given for one in tensors_in(each)] if isinstance(given, list | tuple) else []
 
 
 def view_of(tensor: Tensor) -> View:
@@ -627,9 +647,8 @@ class Tracker(TorchDispatchMode):
         """Over how many numbers of an example means were taken."""
         self.reductions: set[str] = set()
         """How losses of a loop were reduced over the batch."""
-        self.scalars: dict[int, str] = {}
-        """Storages of losses that a model would have reduced to one number, and that have one for each example; and how
-        it would have reduced them."""
+        self.reduced = False
+        """Whether a model has reduced something over the batch (`Reduction`) since its forward pass began."""
         self.draw: float | None = None
         """What is drawn on the host in place of a number between 0 and 1, to see whether that decides anything."""
         self.sequence: list[Any] | None = None
@@ -665,12 +684,24 @@ class Tracker(TorchDispatchMode):
         node = torch._C._current_autograd_node() if self.spans else None
         return node is not None and any(first <= node._sequence_nr() < last for first, last in self.spans)
 
-    def scalar(self, tensor: Tensor) -> str | None:
-        """How a model would have reduced this loss, which has a number for each example."""
-        if not self.scalars or tensor.dim() != 1:
+    def reduction(self, tensor: Tensor) -> Reduction | None:
+        if not self.reduced or tensor.layout != STRIDED or not has_own_memory(type(tensor)):
             return None
         with unseen_by_functions():
-            return self.scalars.get(tensor.untyped_storage()._cdata)
+            memory = self.labels._memory.get(tensor.untyped_storage()._cdata)
+        return None if memory is None else memory.reduction
+
+    def kind_of_reduction(self, tensor: Tensor) -> str | None:
+        found = self.reduction(tensor)
+        return None if found is None else found.kind
+
+    def mark_reduced(self, tensor: Tensor, reduction: Reduction) -> None:
+        """In place of one number for the batch the tensor has one for each example."""
+        self.reduced = True
+        with unseen_by_functions():
+            memory = self.labels._memory.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            memory.reduction = reduction
 
     def label_like(self, tensor: Tensor, other: Tensor) -> None:
         """The tensor has its rows where the other one has them."""
@@ -756,17 +787,27 @@ class Tracker(TorchDispatchMode):
         outputs = found if type(found) in (tuple, list) else (found,)
         written = written_by(func, args, kwargs)
         with unseen_by_functions():
+            reduction = self._reduction_of(func, args) if self.reduced else None
             held = self._write(written, labels[0], args) if written else ()
             for tensor, label in zip(outputs, labels, strict=True):
                 if label is None or not isinstance(tensor, Tensor):
                     continue
                 if not held or tensor.untyped_storage()._cdata not in held:
                     self.labels.set(tensor, label)
-            if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and labels[0] is not None:
-                made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
-                if made_of and made_of[0] is not None and all(made_of):
-                    self.scalars[found.untyped_storage()._cdata] = made_of[0]
+            if reduction is not None:
+                for each in tensors_in(outputs):
+                    self.mark_reduced(each, reduction)
         return found
+
+    def _reduction_of(self, func: Any, args: Any) -> Reduction | None:
+        """What is made of reduced losses alone is one, too."""
+        given = [each for each in tensors_in(args) if each.dim() and self.labels.get(each) is not None]
+        kinds = [kind for kind in map(self.reduction, given) if kind is not None]
+        if not kinds or len(kinds) < len(given):
+            return None
+        if len(kinds) > 1 and func.overloadpacket.__name__ in ("div", "div_"):
+            return kinds[0]._replace(kind="mean")  # over numbers that are each example's own
+        return next((each for each in kinds if each.kind == "mean"), kinds[0])
 
     def _write(self, written: Sequence[Tensor], label: Label | None, args: Any) -> set[int]:
         """The storages of what was written, which have new labels."""

@@ -182,6 +182,7 @@ class Proved:
 
         self._batches += 1
         tracker, examples = self.tracker, len(batch[0]) // views
+        tracker.reduced = False
         batch = [part.clone() for part in batch]  # what the model keeps of them is nobody else's memory
         for part in batch:
             tracker.label_rows(part, examples, self._batches, views)

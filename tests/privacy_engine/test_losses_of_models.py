@@ -1,0 +1,169 @@
+"""Is a loss that a model reduces over the batch by itself taken of each example, and is it one number to the model?"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vestige
+from loops import flat, oracle, private, same_step_of
+
+ROWS = 12
+
+
+def masked_by_row(h, x):
+    counted = (x[:, :3] > 0).to(h.dtype)
+    return ((h.square() * counted).sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
+def in_place(h, x):
+    loss = h.square().mean()
+    loss += h.abs().mean()
+    loss *= 0.5
+    return loss
+
+
+def of_time_first(h, x):
+    return torch.stack([h, h * 2]).square().mean()
+
+
+ACCEPTED = {
+    "mean": lambda h, x: (h - 0.3).square().mean(),
+    "torch.mean of both axes": lambda h, x: torch.mean((h - 0.3).abs(), dim=(0, 1)),
+    "sum": lambda h, x: h.square().sum(),
+    "sum over rows": lambda h, x: h.square().sum() / len(h),
+    "sum over numbers": lambda h, x: h.square().sum() / h.numel(),
+    "by row, then mean": lambda h, x: -(h.log_softmax(-1) * x[:, :3].softmax(-1)).sum(-1).mean(0),
+    "picked": lambda h, x: -h.log_softmax(-1).gather(1, (x[:, :1] > 0).long()).mean(),
+    "beside torch's": lambda h, x: F.mse_loss(h, x[:, :3]) + 0.5 * torch.mean(-0.5 * (1 + h - h.exp()).sum(1), dim=0),
+    "torch's, reduced again": lambda h, x: F.mse_loss(h, x[:, :3]).mean(),
+    "several, stacked": lambda h, x: torch.stack([h.square().mean(), F.l1_loss(h, x[:, :3])]).mean(),
+    "several, summed": lambda h, x: sum([h.square().mean(), h.abs().mean()]),
+    "in place": in_place,
+    "a root": lambda h, x: (h - 0.3).square().mean().sqrt(),
+    "masked by row": masked_by_row,
+    "merged": lambda h, x: h.view(-1).square().mean(),
+    "time first": of_time_first,
+}
+NUMBERS = {
+    "scales rows": lambda h, x: (h * h.abs().mean()).sum(),
+    "centres rows": lambda h, x: (h.sum(1) - h.sum(1).mean()).square().mean(),
+    "weights": lambda h, x: (h.square().mean() * torch.ones(ROWS, dtype=h.dtype)).sum(),
+    "over everybody's count": lambda h, x: h.square().sum() / (x > 0).sum(),
+    "added to one number": lambda h, x: h.new_zeros(()).add_(h.square().mean()),
+    "read": lambda h, x: h.square().mean() * (2 if h.square().mean().item() > 0 else 1),
+    "asked": lambda h, x: h.square().mean() * (2 if h.square().mean() > 0 else 1),
+    "as a float": lambda h, x: h.square().mean() * float(h.square().mean().detach()),
+    "in a list": lambda h, x: h.square().mean() * torch.tensor([h.square().mean()]),
+    "changed in place": lambda h, x: h.square().mean().clamp_(min=0),
+}
+"""Where the reduction is used as one number: it is everybody's."""
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.loss = nn.Linear(5, 3), loss
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        loss = self.loss(hidden, x)
+        return {"loss": loss, "logged": loss.detach(), "half": hidden.square().sum(), "logits": hidden}
+
+
+def inputs():
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
+
+
+def own(model, x):
+    return model(x)["loss"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_loop_takes_the_loss_of_each_example(name, scale):
+    _, model, optimizer, loader = private(OwnLoss(lambda h, x: scale * ACCEPTED[name](h, x)), (inputs(),))
+    for (x,) in loader:
+        same_step_of(own, model, optimizer, x, atol=3e-5 * scale)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_training_proves_it(name):
+    x, model = inputs(), OwnLoss(ACCEPTED[name])
+    expected, before = oracle(model, lambda m, row: own(m, row), [(row,) for row in x], 0.5), flat(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="examples cannot be proved")
+        list(
+            vestige.train(
+                model, lambda o, _: o["loss"], (x, x), noise_multiplier=1e-9, delta=1e-5, steps=1, sample_rate=1.0,
+                max_grad_norm=0.5, lr=1.0, reproducible=7,
+            )
+        )  # fmt: skip
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_loop_refuses_one_that_the_model_uses_as_a_number(name):
+    _, model, _, loader = private(OwnLoss(NUMBERS[name]), (inputs(),))
+    for (x,) in loader:
+        with pytest.raises(
+            ValueError, match=r"is a reduction over the batch|looks at a value|reduction over the batch in"
+        ):
+            own(model, x).backward()
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_the_user_gets_the_numbers_that_the_model_would_have_made(name):
+    """Of roots and other functions of a mean, the mean of each example's own."""
+    plain, (_, model, _, loader) = OwnLoss(ACCEPTED[name]), private(OwnLoss(ACCEPTED[name]), (inputs(),))
+    for (x,) in loader:
+        outputs = model(x)
+        expected = torch.stack([own(plain, row[None]) for row in x])
+        expected = expected.sum() if name == "sum" else expected.mean()
+        for key in ("loss", "logged"):
+            assert outputs[key].shape == ()
+            torch.testing.assert_close(outputs[key].detach(), expected.detach(), check_dtype=False)
+        torch.testing.assert_close(outputs["half"].detach(), plain(x)["half"].detach())
+
+
+def test_a_number_that_is_only_looked_at_hinders_no_training():
+    """A statistic of the batch beside the logits."""
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            spread = (hidden - hidden.mean()).abs().mean()
+            assert hidden.mean().shape == ()
+            return hidden, spread
+
+    _, model, optimizer, loader = private(Watched(), (inputs(),))
+    for (x,) in loader:
+        same_step_of(lambda m, row: m(row)[0].square().mean(), model, optimizer, x)
+
+
+@pytest.mark.parametrize("where", ["in the loss", "in the model"])
+def test_a_loss_that_only_compares_examples_is_said_to_train_on_noise(where):
+    def compared(h, x):
+        h = F.normalize(h, dim=1)
+        return F.cross_entropy(h @ h.mT / 0.1, torch.arange(len(h)))
+
+    x = inputs()
+    model = OwnLoss(compared) if where == "in the model" else nn.Linear(5, 3)
+    loss = (lambda o, _: o["loss"]) if where == "in the model" else compared
+    with pytest.warns(UserWarning, match="would move by noise alone"):
+        vestige.train(model, loss, (x, x), noise_multiplier=1.0, delta=1e-5, steps=1, sample_rate=1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*by noise alone")
+        vestige.train(
+            nn.Linear(5, 3), nn.MSELoss(), (x, x[:, :3]), noise_multiplier=1.0, delta=1e-5, steps=1, sample_rate=1.0
+        )
