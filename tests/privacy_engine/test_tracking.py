@@ -502,6 +502,77 @@ def compare(model, loss, alone, **options):
     assert not steps.passes.assumed
 
 
+def slices(x):
+    return [x[start : start + 4] for start in range(0, len(x), 4)]
+
+
+SLICED = {
+    "slices": slices,
+    "split": lambda x: x.split(4),
+    "chunks": lambda x: x.chunk(3),
+    "every other": lambda x: [x[::2], x[1::2]],
+    "by indices": lambda x: [x[few] for few in torch.arange(len(x)).split(4)],
+    "rows": lambda x: [row[None] for row in x],
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_a_batch_that_a_loop_slices_is_refused_with_the_way_out(name):
+    _, model, optimizer, loader = private(make_toy()[0])
+    x, y = next(iter(loader))
+    before = flat(model)
+    with pytest.raises(
+        ValueError, match="give make_private max_physical_batch_size, and step after every p"
+    ) as problem:
+        for few, wanted in zip(SLICED[name](x), SLICED[name](y), strict=True):
+            (LOSS(model(few), wanted, reduction="sum") / len(x)).backward()
+    assert "\n" not in str(problem.value)
+    assert torch.equal(flat(model), before)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(5, 4), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.decoder(torch.tanh(self.encoder(x)))
+
+
+UNLABELLED = {
+    "reconstruction": lambda m, x: F.mse_loss(m(x), x),
+    "denoising": lambda m, x: F.smooth_l1_loss(m(0.5 * x), x),
+    "two views": lambda m, x: -F.cosine_similarity(m(x), m(x.flip(1)).detach(), dim=-1).mean(),
+    "masked": lambda m, x: ((m(torch.where(x > 0, x, 0)) - x).square() * (x <= 0)).sum(1).mean(),
+}
+
+
+@pytest.mark.parametrize("physical", [None, 4])
+@pytest.mark.parametrize("name", UNLABELLED)
+def test_batches_without_labels(name, physical):
+    """Self-supervised: rows alone, whole or in parts."""
+    steps, model, optimizer, loader = private(Autoencoder(), make_toy()[1][:1], max_physical_batch_size=physical)
+    before, rows = flat(model), []
+    for (x,) in loader:
+        rows += [(row,) for row in x]
+        optimizer.zero_grad()
+        UNLABELLED[name](model, x).backward()
+        optimizer.step()
+        if steps.draws:
+            break
+    moved_by = moved(before, flat(model))
+    model.load_state_dict(dict(zip(model.state_dict(), split_like(before, model), strict=True)))
+    np.testing.assert_allclose(moved_by, oracle(model, UNLABELLED[name], rows), rtol=1e-3, atol=3e-5)
+    assert not steps.passes.assumed
+
+
+def split_like(values, model):
+    state = model.state_dict().values()
+    return [
+        part.view_as(each) for part, each in zip(values.split([each.numel() for each in state]), state, strict=True)
+    ]
+
+
 def test_everyday_loops_are_left_alone():
     """Logs, an average of the weights, a scheduler, noise on inputs, dropout, an evaluation in between."""
     torch.manual_seed(1)

@@ -418,9 +418,15 @@ class Passes:
                 )
             label = tracking.label(leaf) if isinstance(leaf, Tensor) else None
             if isinstance(label, Mixed):
+                way = BY_PARTS if label.operator in PICKING else ""
                 raise ValueError(
                     f"{named(place)} is not a row's own: {label}. Compute it of each example by itself; of a flattened "
-                    "batch, as of graphs or of EmbeddingBag with offsets, make a padded one"
+                    f"batch, as of graphs or of EmbeddingBag with offsets, make a padded one{way}"
+                )
+            if isinstance(label, Rows) and label.first:
+                raise ValueError(
+                    f"{named(place)} begins with row {label.first} of its batch of {label.count}, and a batch is taken "
+                    f"whole, in one pass{BY_PARTS}"
                 )
         known = [label for label in (tracking.label(leaf) for _, leaf in tensors) if isinstance(label, Rows)]
         if not known:
@@ -618,6 +624,8 @@ class Passes:
             held.add(replay.again())
 
 
+BY_PARTS = "; to compute few rows at once, give make_private max_physical_batch_size, and step after every part"
+PICKING = ("index", "index_select", "gather", "a view")
 LABELS = ". If it is about the labels: call the model without them, and take the loss of its logits"
 ALONE = "No example's influence can be bounded: compute it of each example by itself"
 
