@@ -123,6 +123,15 @@ def calls() -> dict[str, list[Call]]:
     ]
     made["cdist"] = [Call(lambda x, y: torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist"), r, True)
                      for r in ("f2 f2", "f3 f3", "f3 f2")]  # fmt: skip
+    made["cdist"] += [Call(lambda x, y: torch.cdist(x, y, compute_mode="use_mm_for_euclid_dist"), r, True)
+                      for r in ("f2 f2", "f3 f3", "f3 f2")]  # fmt: skip
+    made["rot90"] = [Call(lambda x, d=d: torch.rot90(x, 1, d), "f3", True) for d in ((0, 1), (1, 2), (-1, 1))]
+    made["isin"] = [Call(torch.isin, "i2 i1"), Call(torch.isin, "i1 i2")]
+    for split in (torch.unsafe_split, torch.unsafe_split_with_sizes, torch.split_with_sizes_copy):
+        made[split.__name__] = [
+            Call(lambda x, f=split, d=d: f(x, 1 if f is torch.unsafe_split else [1, x.shape[d] - 1], d), "f3")
+            for d in range(3)
+        ]
     made["convolution"] = [
         Call(lambda x, w, b: F.conv1d(x, w, b, padding=1), "f3 f3 f1", True),
         Call(lambda x, w: F.conv_transpose1d(x, w), "f3 f3", True),

@@ -411,6 +411,11 @@ def joined(op: Op) -> Given:
     return label if label.first == 0 and all(t.shape[label.axis] % cycle == 0 for t in filled[:-1]) else op.mixed()
 
 
+def parted(op: Op) -> Given:
+    """Parts along another axis than the examples'."""
+    return [op.off(op.label("self"), _dims(op.given.get("dim", 0), op["self"].dim()))] * len(op.outputs)
+
+
 def stacked(op: Op) -> Given:
     dim = op.given.get("dim", 0) % op.found.dim()
     alone = _one_after_the_other(op, op["tensors"], dim, 1)
@@ -469,6 +474,8 @@ def outer_distances(op: Op) -> Given:
     if one is not None and other is None:
         kept = one.axis <= rank - 2 and op.found.shape[one.axis] == op["x1"].shape[one.axis]
         return one if kept else op.mixed()
+    if one is None and other is not None and other.axis == rank - 2:
+        return other.at(rank - 1)
     label = op.meet(one, other)
     if not isinstance(label, Rows):
         return label
@@ -644,7 +651,7 @@ TABLE: dict[Labeller, str] = {
     connectionist: "_ctc_loss _ctc_loss_backward",
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
-    along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll glu _fft_r2c _fft_c2r "
+    along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll rot90 glu _fft_r2c _fft_c2r "
     "_fft_c2c _safe_softmax _softmax_backward_data _log_softmax_backward_data glu_backward",
     sorted_along: "sort",
     last_axes(
@@ -678,7 +685,7 @@ TABLE: dict[Labeller, str] = {
     joined: "cat",
     stacked: "stack",
     multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_",
-    outer_distances: "_cdist_forward",
+    outer_distances: "_cdist_forward _euclidean_dist",
     distances_backward: "_cdist_backward",
     of_input(first_axis): "convolution_backward native_group_norm_backward fused_group_norm_backward",
     layer_norm: "native_layer_norm _fused_rms_norm",
@@ -696,6 +703,8 @@ TABLE: dict[Labeller, str] = {
     looked_up("self", "index"): "take",
     looked_up("boundaries", "self"): "bucketize",
     looked_up("sorted_sequence sorter", "self"): "searchsorted",
+    looked_up("test_elements", "elements"): "isin",
+    parted: "unsafe_split unsafe_split_with_sizes split_with_sizes_copy",
     read_entries: "embedding gather index_select index _unsafe_index",
     written_entries: "scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put "
     "_index_put_impl_ _unsafe_index_put",
