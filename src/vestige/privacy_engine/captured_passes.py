@@ -426,7 +426,7 @@ class CapturedForm:
 
     def run(self) -> None:
         """The first rows alone, proved; nothing is left of it."""
-        with draws_kept(self.device), without_modes():  # those of the loop
+        with without_modes(), draws_kept(self.device):  # those of the loop
             self._run_all(self._first)
         give_back(self.device)
 
@@ -440,7 +440,7 @@ class CapturedForm:
     def capture(self, rows: int) -> None:
         """Raises where that cannot be."""
         self._count.fill_(rows)
-        with draws_kept(self.device), without_modes():
+        with without_modes(), draws_kept(self.device):
             tracker = self.owner.tracking.tracker
             capture_proved(lambda: self._capture(rows), lambda: self._run_all(rows), self.device, tracker)
 
