@@ -958,11 +958,11 @@ def of_one_example(labelled: Labelled) -> Rows | None:
 
 def of_slices_of_one(labelled: Labelled) -> Rows | None:
     """The label of a function of slices of one example."""
-    found = [alone(*each) for each in labelled]
+    found = [one_example(*each) for each in labelled]
     return found[0] if all(each == found[0] for each in found) else None
 
 
-def alone(tensor: Tensor, label: Label) -> Rows | None:
+def one_example(tensor: Tensor, label: Label) -> Rows | None:
     """The label of one example alone, where all of the tensor belongs to one."""
     if not isinstance(label, Rows) or (label.axis >= 0 and tensor.shape[label.axis] != 1):
         return None

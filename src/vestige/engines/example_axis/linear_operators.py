@@ -30,10 +30,10 @@ from vestige.engines.example_axis.labels import (
     ViewCall,
     covers,
     mixed,
+    one_example,
     rule_of,
     written_by,
 )
-from vestige.engines.example_axis.labels import alone as one_example
 from vestige.engines.example_axis.operator_calls import (
     Args,
     Kwargs,

@@ -27,13 +27,13 @@ from vestige.engines.example_axis.labels import (
     Rows,
     Rule,
     Tracker,
-    alone,
     cleared,
     first_mixed,
     install_rules,
     mixed,
     of_one_example,
     of_slices_of_one,
+    one_example,
     spared,
     users_line,
 )
@@ -611,7 +611,7 @@ def select_backward(op: Op) -> Given:
     if label is None:
         return None
     dim, index = op["dim"] % len(sizes), op["index"]
-    own = alone(op["grad_output"], label)
+    own = one_example(op["grad_output"], label)
     row = dim == 0 or sizes[0] != 1  # not a column of a batch of one, of which there may be as many
     if own is not None and row and (sizes[dim], index % sizes[dim]) == (own.count, own.first):
         return own._replace(axis=dim, first=0)  # one example's gradient, in its row

@@ -28,9 +28,9 @@ from vestige.engines.example_axis.labels import (
     Summed,
     Tracker,
     covers,
+    one_example,
     written_by,
 )
-from vestige.engines.example_axis.labels import alone as one_example
 from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, new_form, transformable
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen_by_functions
