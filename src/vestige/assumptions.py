@@ -82,8 +82,9 @@ _LIST = (
     Assumption(
         "public_settings",
         "settings are public",
-        "hyper-parameters, structure and initial weights do not depend on the private rows, or the search for them was "
-        "priced separately (tuned_epsilon)",
+        "hyper-parameters, structure, initial weights and whatever else training takes beside the batches of its "
+        "private loader do not depend on the private rows, or the search for them was priced separately "
+        "(tuned_epsilon)",
         "every run that was tried on the rows costs an epsilon of its own on top of this one",
         ONLY_ASSUMED,
     ),
