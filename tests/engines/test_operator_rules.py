@@ -101,6 +101,8 @@ def calls() -> dict[str, list[Call]]:
     ]
     made["cat"] = [Call(lambda x, y, d=d: torch.cat([x, y], d), "f3 f3", True) for d in range(-1, 3)]
     made["cat"] += [Call(lambda x, d=d: torch.cat([x[:1], x], d), "f3") for d in range(1)]
+    made["cat"] += [Call(lambda x, n=n: torch.cat([x[:n], x[n:]]), "f3", True) for n in (1, 2)]
+    made["cat"] += [Call(lambda x: torch.cat([x[1:], x[:1]]), "f3"), Call(lambda x: torch.cat([x[:2], x[1:]]), "f3")]
     made["stack"] = [Call(lambda x, y, d=d: torch.stack([x, y], d), "f2 f2", True) for d in range(-1, 3)]
     made["stack"] += [
         Call(lambda x: torch.stack(list(x.unbind(0))), "f2"),
@@ -546,6 +548,26 @@ def test_one_example_is_not_spread_over_the_others(spread):
     with tracker:
         found = spread(x, y)
     assert isinstance(tracker.labels.get(found), Mixed)
+
+
+@pytest.mark.parametrize(
+    ("parts", "own"),
+    [
+        (lambda x: [x[:2], x[2:]], True),
+        (lambda x: x.split(2), True),
+        (lambda x: [x[:2], x[2:3], x[3:]], True),
+        (lambda x: [x[2:], x[:2]], False),
+        (lambda x: [x[:3], x[2:]], False),
+        (lambda x: [x[:2], x[3:]], False),
+    ],
+)
+def test_parts_of_a_batch_in_their_order_are_the_batch(parts, own):
+    tracker, x = Tracker(strict=False), torch.rand(5, 3)
+    tracker.label_rows(x, 5, 1)
+    with tracker:
+        found = torch.cat([part * 2 for part in parts(x)])
+    label = tracker.labels.get(found)
+    assert label == Rows(0, 1, 5, 1) if own else isinstance(label, Mixed)
 
 
 # --- and the measure sees a rule that says too little -----------------------------------------------------------------

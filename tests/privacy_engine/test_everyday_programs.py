@@ -131,6 +131,18 @@ class Solved(nn.Module):
         return self.head(torch.linalg.solve(self.matrix, x[..., None])[..., 0])
 
 
+class InParts(nn.Module):
+    """Few examples at a time, to spare memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.head = nn.Conv1d(2, 4, 2), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return torch.cat([self.head(self.layer(part.view(-1, 2, 3)).tanh().flatten(1)) for part in x.split(2)])
+
+
 def linear():
     torch.manual_seed(3)
     return nn.Linear(6, 3)
@@ -171,6 +183,7 @@ PROGRAMS = {
     "solved": (Solved, three),
     "derivatives": (Forces, three),
     "vmap over weights": (Ensemble, three),
+    "in parts": (InParts, three),
 }
 
 

@@ -391,6 +391,20 @@ def _one_after_the_other(op: Op, tensors: Sequence[Tensor], dim: int, inner: int
     return Rows(dim, inner, alone[0].count, alone[0].batch) if in_order else None
 
 
+def _consecutive(op: Op, tensors: Sequence[Tensor], dim: int) -> Rows | None:
+    """Parts of a batch, each of several examples, in the order that they have in it."""
+    labels = [op.tracker.labels.get(each) for each in tensors]
+    first = labels[0] if labels else None
+    if not isinstance(first, Rows) or (first.axis, first.inner) != (dim, 1):
+        return None
+    following = first.first
+    for each, label in zip(tensors, labels, strict=True):
+        if label != first._replace(first=following):
+            return None
+        following += each.shape[dim]
+    return first if following <= first.count else None
+
+
 def _alone(tensor: Tensor, label: Rows) -> bool:
     """Whether all of a tensor belongs to one example of several."""
     return label.axis < 0 or (label.count > 1 and tensor.shape[label.axis] <= label.inner)
@@ -404,6 +418,9 @@ def joined(op: Op) -> Given:
     if alone is not None:
         return alone
     filled = [each for each in tensors if each.dim() > 1 or len(each)]
+    parts = _consecutive(op, filled, dim % op.found.dim())
+    if parts is not None:
+        return parts
     label = op.meet(*map(op.tracker.labels.get, filled))
     if not isinstance(label, Rows) or dim % op.found.dim() != label.axis:
         return label
