@@ -298,7 +298,7 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
 
 
 def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A sum or mean over the whole of a tensor that is made of parameters, which inside a model is a loss: each
+    """A sum or mean over the whole of a tensor, which inside a model is a loss, or what one is divided by: each
     example's own."""
     losses = _added_up(mode, args, kwargs) if mode.inside else None
     if losses is None:
@@ -319,7 +319,7 @@ def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
 def _added_up(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The sum over all that belongs to each example, if it is one over all axes."""
     tensor, *dims = args or (None,)
-    if not isinstance(tensor, Tensor) or in_transform(tensor) or not tensor.requires_grad or not tensor.dim():
+    if not isinstance(tensor, Tensor) or in_transform(tensor) or not tensor.dim():
         return None
     label, along = mode.tracker.labels.get(tensor), dims[0] if dims else kwargs.get("dim")
     if len(dims) > 1 or kwargs.keys() - {"dim"} or not isinstance(label, Rows) or label.axis < 0 or label.first:
