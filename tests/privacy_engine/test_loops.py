@@ -714,3 +714,17 @@ def test_a_loss_divided_by_a_number_is_its_own():
         engine, *loop = engine_of()
         epoch(*loop, loss=lambda outputs, targets, divisor=divisor: LOSS(outputs, targets) / divisor)
         assert engine.guarantee(1e-5).assumption("loss_per_example").status == "checked"
+
+
+def test_batches_of_ones_own_may_have_one_row():
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.ones(3, 4), torch.tensor([0, 1, 0])), batch_size=1),
+        poisson_sampling=False,
+    )  # fmt: skip
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert not torch.equal(model.weight, before)
