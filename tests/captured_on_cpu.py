@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vestige.engines import cuda_graphs
+from vestige.engines.example_axis.labels import without_modes
 from vestige.engines.per_example import kernels
 from vestige.privacy_engine import captured_passes
 
 
 class Rerun:
-    """Runs its work again."""
+    """Runs its work again, of which no mode sees anything, as of a CUDA graph's."""
 
     replays = 0
 
@@ -26,7 +26,7 @@ class Rerun:
 
     def replay(self) -> None:
         Rerun.replays += 1
-        with _disable_current_modes():
+        with without_modes():
             self._work()
 
 
