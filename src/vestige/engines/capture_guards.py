@@ -8,10 +8,12 @@ if they decide nothing. Numbers that are drawn on the GPU are drawn anew in ever
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,8 @@ EVERYWHERE = (
     *(hooks._global_backward_hooks, hooks._global_backward_pre_hooks),
 )
 """Hooks of every module there is."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps its own."""
 LEAST, MOST = 0.0, 1.0 - 2.0**-24
 """The least and the largest number that `torch.rand` draws."""
 
@@ -69,22 +73,55 @@ def state_fingerprint(
     return (*own, *(() if loss is None else _of_callable(loss, 3)))
 
 
+class Facts(NamedTuple):
+    """What is known of a module as long as its attributes are the same objects."""
+
+    names: tuple[str, ...]
+    attributes: tuple[Any, ...]
+    plain: tuple[Hashable, ...]
+    """Values that do not change."""
+    others: tuple[Any, ...]
+    """Functions with arguments, and tensors that are no buffers."""
+    held: tuple[Any, ...]
+    """Configurations, dictionaries and the like."""
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any]) -> Facts:
+        kinds = [(key, value, type(value)) for key, value in attributes.items() if key != "forward"]
+        plain = tuple(value for _, value, kind in kinds if kind in PLAIN)
+        others = tuple(value for _, value, kind in kinds if kind in SEEN and kind not in PLAIN)
+        held = tuple(value for key, value, kind in kinds if kind not in SEEN and key not in OWN)
+        return cls(tuple(attributes), tuple(attributes.values()), plain, others, held)
+
+    def hold(self, attributes: Mapping[str, Any]) -> bool:
+        same = len(attributes) == len(self.names) and all(map(is_, attributes.values(), self.attributes))
+        return same and tuple(attributes) == self.names
+
+
+_FACTS: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
+
+
 def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     held: dict[int, Any] = {}
     last: list[Any] = []
     for module in modules:
-        kind = type(module)  # of hooks the keys, which are never reused
-        found += (kind, kind.forward, tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
-        found += (tuple(module._backward_hooks), tuple(module._backward_pre_hooks))
-        for key, value in vars(module).items():
-            if key == "forward":  # a loop's calls put theirs there for a while
-                last.append(value if type(value) in PLAIN else _known(value) if type(value) in SEEN else id(value))
-            elif type(value) in SEEN:
-                found.append(value if type(value) in PLAIN else _known(value))
-            elif key not in OWN:
-                held[id(value)] = value  # often the same for many modules
-        for store in (module._parameters, module._buffers):
+        attributes = vars(module)
+        facts = _FACTS.get(module)
+        if facts is None or not facts.hold(attributes):
+            facts = _FACTS[module] = Facts.of(attributes)
+        found += (type(module), facts.plain)
+        for name in HOOKS:  # the keys, which are never reused
+            if attributes[name]:
+                found.append((name, *attributes[name]))
+        if "forward" in attributes:  # a loop's calls put theirs there for a while
+            value = attributes["forward"]
+            last.append(value if type(value) in PLAIN else _known(value) if type(value) in SEEN else id(value))
+        if facts.others:
+            found += map(_known, facts.others)
+        for value in facts.held:
+            held[id(value)] = value  # often the same for many modules
+        for store in (attributes["_parameters"], attributes["_buffers"]):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     found += last
@@ -92,7 +129,7 @@ def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
         found += _numbers(value)
     for kind in {type(module): None for module in modules}:
         names, variables = _named(kind.forward)
-        found += [variables.get(name) for name in names]
+        found += (kind.forward, *(variables.get(name) for name in names))
     return found
 
 
