@@ -37,14 +37,11 @@ class Remaining(TorchFunctionMode):
         self._tracking = tracking
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._tracking.followed_here():
-            return function(*args, **(kwargs or {}))
-        with unseen_by_functions():
-            left = self._tracking.labels.memories((args, kwargs) if kwargs else args)
-        if not left:
-            return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not self._tracking.labels.any_of(args, kwargs) or self._tracking.followed_here():
+            return function(*args, **kwargs)
         with self._tracking.remaining_followed():
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
 
 
 class Tracking:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -323,6 +324,10 @@ def untransformed(tensor: Tensor) -> Tensor:
 UNFOLLOWED = "is made of examples and cannot be followed: use an ordinary tensor"
 
 
+WITHOUT_TENSORS = frozenset((int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device))
+"""Types of arguments that hold none."""
+
+
 class Labels:
     """The labels of all memory that depends on examples."""
 
@@ -379,6 +384,25 @@ class Labels:
             elif isinstance(each, dict):
                 found += self.memories(each.values())
         return found
+
+    def any_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether one of the arguments of a function depends on examples; quicker than `memories`."""
+        memory = self._memory
+        if not memory:
+            return False
+        with unseen_by_functions():
+            for each in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(each)
+                if kind is Tensor or kind is Parameter:
+                    try:
+                        found = each.untyped_storage()._cdata in memory
+                    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of a transform
+                        found = bool(self.memories((each,)))
+                else:
+                    found = kind not in WITHOUT_TENSORS and bool(self.memories((each,)))
+                if found:
+                    return True
+        return False
 
     def holds(self, value: object) -> bool:
         """Whether this is a tensor in memory of the examples'; quicker than `get`."""
