@@ -244,7 +244,7 @@ CASES = [
     Case(name="lora", model=lora, data=numbers(5)),
     Case(name="lora, merged", model=MergedLoRA, data=numbers(5)),
     Case(name="symmetric parametrisation", model=symmetric, data=numbers(5)),
-    Case(name="distances to prototypes", model=Prototypes, data=numbers(5)),
+    Case(name="distances to prototypes", model=Prototypes, data=numbers(5), daily=True),
     Case(name="cosine classifier", model=Cosine, data=numbers(5)),
     Case(name="monotone network", model=Monotone, data=regression(5, to=()), loss=F.mse_loss),
     Case(name="a list of matrices", model=Listed, data=numbers(5)),

@@ -541,6 +541,22 @@ def _bilinear(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
     return found if given.get("bias") is None else found + given["bias"]
 
 
+def _distances(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of examples to points that are learned, by operators whose gradients are each example's; torch computes large
+    ones by products of matrices, which are."""
+    given = dict(zip(("x1", "x2", "p", "compute_mode"), args, strict=False)) | kwargs
+    one, other, power, how = given["x1"], given["x2"], given.get("p", 2.0), given.get("compute_mode")
+    many = max(one.shape[-2], other.shape[-2]) > 25 and how != "donot_use_mm_for_euclid_dist"
+    by_products = power == 2 and (many or how == "use_mm_for_euclid_dist")
+    if by_products or in_transform(one) or in_transform(other):
+        return mode.watched(function, (), args, kwargs)
+    known = [mode.tracker.labels.get(each) is not None for each in (one, other)]
+    learned = [each.requires_grad and not own for each, own in zip((one, other), known, strict=True)]
+    if not any(known) or not any(learned):
+        return mode.watched(function, (), args, kwargs)
+    return torch.linalg.vector_norm(one.unsqueeze(-2) - other.unsqueeze(-3), power, -1)
+
+
 def _group_norm(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """As one operator, where there are kernels for it; also of an instance norm, each of whose channels is a group."""
     names = "input num_groups weight bias eps"
@@ -567,6 +583,7 @@ HANDLERS: dict[Any, Handler] = {
     torch.autograd.grad: _engine,
     Tensor.__setitem__: _set_by_mask,
     F.bilinear: _bilinear,
+    torch.cdist: _distances,
     F.group_norm: _group_norm,
     F.instance_norm: _group_norm,
     **dict.fromkeys((Tensor.masked_select, torch.masked_select), _reordered(_select)),
