@@ -208,7 +208,13 @@ CASES = [
     Case(name="dropout", model=lambda: between(nn.Dropout(0.3)), data=numbers(5), random=True),
     Case(name="dropout of channels", model=lambda: over_images(nn.Dropout2d(0.3)), data=IMAGES, random=True),
     Case(name="alpha dropout", model=lambda: between(nn.AlphaDropout(0.2)), data=numbers(5), random=True),
-    Case(name="random leaky relu", model=lambda: between(nn.RReLU()), data=numbers(5), random=True),
+    Case(
+        name="random leaky relu",  # torch draws a slope for each negative value: how many it draws tells of the examples
+        model=lambda: between(nn.RReLU()),
+        data=numbers(5),
+        random=True,
+        refused={"loop": "looks at a value of the examples"},
+    ),
     Case(name="dropout in a module with a parameter", model=DropInside, data=numbers(5), random=True),
     Case(name="stochastic depth", model=StochasticDepth, data=numbers(5), random=True),
     Case(
