@@ -163,7 +163,7 @@ def moves(run: Runs, rows: Data, kind: str) -> Iterator[float]:
     everyone, others = list(range(EXAMPLES)), (0, EXAMPLES - 1) if kind == "none" else (EXAMPLES - 1,)
     data = chosen(rows, everyone)
     for gone in (ODD, *others):
-        if run.case.random or (run.path == "loop" and data[0].is_floating_point()):
+        if run.case.random or (run.path == "loop" and any(part.is_floating_point() for part in data[:-1])):
             replaced, allowed = replacement(data, rows, gone, blank="nan" not in run.case.raises)
             yield run.distance(data, replaced) / allowed
             yield run.size(chosen(rows, [gone]))
@@ -175,9 +175,10 @@ def replacement(data: Data, rows: Data, gone: int, blank: bool) -> tuple[Data, f
     """The data with another row in the place of one, and how many bounds that may move the sum: a `blank` one has no
     gradient."""
     changed = tuple(part.clone() for part in data)
-    if blank and changed[0].is_floating_point():
-        changed[0][gone] = torch.nan
-        return changed, 1.0
+    for part in changed[:-1]:
+        if blank and part.is_floating_point():
+            part[gone] = torch.nan
+            return changed, 1.0
     for part, spare in zip(changed, rows, strict=True):
         part[gone] = spare[EXAMPLES]
     return changed, 2.0
