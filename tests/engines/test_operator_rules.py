@@ -129,6 +129,7 @@ def calls() -> dict[str, list[Call]]:
                       for r in ("f2 f2", "f3 f3", "f3 f2")]  # fmt: skip
     made["rot90"] = [Call(lambda x, d=d: torch.rot90(x, 1, d), "f3", True) for d in ((0, 1), (1, 2), (-1, 1))]
     made["isin"] = [Call(torch.isin, "i2 i1"), Call(torch.isin, "i1 i2")]
+    made["isin"] += [Call(lambda x: torch.isin(x, torch.arange(100, 200), assume_unique=True), "i2")]
     for split in (torch.unsafe_split, torch.unsafe_split_with_sizes, torch.split_with_sizes_copy):
         made[split.__name__] = [
             Call(lambda x, f=split, d=d: f(x, 1 if f is torch.unsafe_split else [1, x.shape[d] - 1], d), "f3")
@@ -148,6 +149,8 @@ def calls() -> dict[str, list[Call]]:
         Call(lambda x, w: F.batch_norm(x, None, None, w, None, True), "f3 f1", True),
         Call(lambda x, m, v, w: F.batch_norm(x, m, v, w, None, False), "f3 f1 f1 f1"),
         Call(lambda x: F.instance_norm(x), "f3", True),
+        Call(lambda x: torch.native_group_norm(x, None, None, 1, x[0].numel(), len(x), 1, 1e-5)[0], "f3"),
+        Call(lambda x: torch.native_group_norm(x, None, None, len(x), len(x), len(x), 1, 1e-5)[0], "f3"),
     ]
     made["of one image or of several"] = [Call(lambda x: torch.multinomial(x, 1), shape) for shape in ("f1", "f2")] + [
         Call(lambda x: F.channel_shuffle(torch.cat([x, x], 1), 2), "f4"),

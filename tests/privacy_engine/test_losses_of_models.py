@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import vestige
 from loops import flat, oracle, private, same_step_of
@@ -32,12 +33,18 @@ def of_time_first(h, x):
     return torch.stack([h, h * 2]).square().mean()
 
 
+def penalty(h):
+    inner = h.detach().requires_grad_()
+    return (
+        torch.autograd.grad(inner.tanh().square().mean(), inner, create_graph=True)[0].square().sum() + h.square().sum()
+    )
+
+
 ACCEPTED = {
     "mean": lambda h, x: (h - 0.3).square().mean(),
     "torch.mean of both axes": lambda h, x: torch.mean((h - 0.3).abs(), dim=(0, 1)),
     "sum": lambda h, x: h.square().sum(),
-    "sum over rows": lambda h, x: h.square().sum() / len(h),
-    "sum over numbers": lambda h, x: h.square().sum() / h.numel(),
+    "a penalty on gradients": lambda h, x: penalty(h),
     "by row, then mean": lambda h, x: -(h.log_softmax(-1) * x[:, :3].softmax(-1)).sum(-1).mean(0),
     "picked": lambda h, x: -h.log_softmax(-1).gather(1, (x[:, :1] > 0).long()).mean(),
     "beside torch's": lambda h, x: F.mse_loss(h, x[:, :3]) + 0.5 * torch.mean(-0.5 * (1 + h - h.exp()).sum(1), dim=0),
@@ -54,6 +61,10 @@ ACCEPTED = {
 NUMBERS = {
     "scales rows": lambda h, x: (h * h.abs().mean()).sum(),
     "centres rows": lambda h, x: (h.sum(1) - h.sum(1).mean()).square().mean(),
+    "sum over rows": lambda h, x: h.square().sum() / len(h),
+    "sum over numbers": lambda h, x: (1 / h.numel()) * h.square().sum(),
+    "stacked with one number": lambda h, x: torch.stack([h.square().mean(), torch.zeros((), dtype=h.dtype)]).sum(),
+    "in a checkpoint": lambda h, x: checkpoint(lambda z: (z.square().mean() + 0.1).sqrt(), h, use_reentrant=False),
     "weights": lambda h, x: (h.square().mean() * torch.ones(ROWS, dtype=h.dtype)).sum(),
     "over the largest count": lambda h, x: h.square().sum() / (x > 0).sum(0).max(),
     "added to one number": lambda h, x: h.new_zeros(()).add_(h.square().mean()),
@@ -89,7 +100,7 @@ def own(model, x):
 @pytest.mark.parametrize("scale", [1.0, 1e-2], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_loop_takes_the_loss_of_each_example(name, scale):
-    _, model, optimizer, loader = private(OwnLoss(lambda h, x: scale * ACCEPTED[name](h, x)), (inputs(),))
+    _, model, optimizer, loader = private(OwnLoss(lambda h, x: ACCEPTED[name](scale * h, x)), (inputs(),))
     for (x,) in loader:
         same_step_of(own, model, optimizer, x, atol=3e-5 * scale)
 
@@ -126,7 +137,7 @@ def test_the_user_gets_the_numbers_that_the_model_would_have_made(name):
     for (x,) in loader:
         outputs = model(x)
         expected = torch.stack([own(plain, row[None]) for row in x])
-        expected = expected.sum() if name == "sum" else expected.mean()
+        expected = expected.sum() if name in ("sum", "a penalty on gradients") else expected.mean()
         for key in ("loss", "logged"):
             assert outputs[key].shape == ()
             torch.testing.assert_close(outputs[key].detach(), expected.detach(), check_dtype=False)
@@ -168,3 +179,43 @@ def test_a_loss_that_only_compares_examples_is_said_to_train_on_noise(where):
         vestige.train(
             nn.Linear(5, 3), nn.MSELoss(), (x, x[:, :3]), noise_multiplier=1.0, delta=1e-5, steps=1, sample_rate=1.0
         )
+
+
+@pytest.mark.parametrize("name", ["sum over rows", "sum over numbers", "stacked with one number", "in a checkpoint"])
+def test_training_runs_such_a_model_one_example_at_a_time(name):
+    """A sum may be scaled by the number of rows, which nobody can tell from other numbers."""
+    x, model = inputs(), OwnLoss(NUMBERS[name])
+    expected, before = oracle(model, lambda m, row: own(m, row), [(row,) for row in x], 0.5), flat(model)
+    with pytest.warns(UserWarning, match="one by one, exact but slow"):
+        list(
+            vestige.train(
+                model, lambda o, _: o["loss"], (x, x), noise_multiplier=1e-9, delta=1e-5, steps=1, sample_rate=1.0,
+                max_grad_norm=0.5, lr=1.0, reproducible=7,
+            )
+        )  # fmt: skip
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+
+
+def test_a_model_that_calls_itself_is_still_asked_what_it_reads():
+    held = {}
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.inner = nn.Linear(5, 3), False
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            if self.inner:
+                return hidden
+            self.inner = True
+            held["model"](x * 2)
+            self.inner = False
+            return hidden * (1.0 if x[3, 0].item() > 0 else -1.0)
+
+    _, model, _, loader = private(Nested(), (inputs(),))
+    held["model"] = model
+    for (x,) in loader:
+        with pytest.raises(ValueError, match="looks at a value of the examples"):
+            model(x)
+        break

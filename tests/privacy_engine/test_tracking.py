@@ -980,3 +980,22 @@ def test_a_closed_engine_follows_nothing():
     assert followed()
     engine.close()
     assert not followed()
+
+
+def test_an_activation_whose_storage_was_taken_away_is_refused():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.kept = self.first(x).tanh()
+            return self.second(self.kept)
+
+    _, model, _, loader = private(Keeping())
+    for x, y in loader:
+        loss = LOSS(model(x), y)
+        model.kept.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="resize_ of a storage .* took away what a tensor of the examples holds"):
+            loss.backward()
+        break

@@ -260,14 +260,14 @@ class Tracking:
             if self._on != threading.get_ident() or fresh:
                 entered.enter_context(tracker)
                 entered.enter_context(functions)
-            tracker.strict = True
-            tracker.reduced = False
+            before = functions.inside, tracker.strict, tracker.reduced  # a model may call itself
+            tracker.strict, tracker.reduced = True, before[0] and before[2]
             functions.inside, turn, self.labels.turn = True, self.labels.turn, tracker
             try:
                 yield tracker
             finally:
                 self.labels.turn, self.labels.laid = turn, None
-                functions.inside = tracker.strict = False
+                functions.inside, tracker.strict, tracker.reduced = before
 
 
 KEPT = "gives what was kept of an earlier batch"

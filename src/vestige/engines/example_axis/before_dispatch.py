@@ -125,20 +125,35 @@ class TrackedFunctions(TorchFunctionMode):
             return args, kwargs
         in_place = function.__name__.endswith("_") and not function.__name__.endswith("__")
         own = in_place and tracker.reduction(args[0]) is not None
-        if _called(function) in ARITHMETIC and in_place == own:
-            with unseen_by_functions():
-                others = [each for each in given if tracker.reduction(each) is None]
-                if all(each.numel() == 1 and tracker.labels.get(each) is None for each in others):
-                    return args, kwargs
+        if in_place == own and "out" not in kwargs and self._stays_by_example(function, given, args):
+            return args, kwargs
         if own:
             raise NotApart(mixed(function.__name__, "changes a reduction over the batch in place"))
+        differentiated = function in GRADIENTS or function is Tensor.backward
 
         def number(each: Any) -> Any:
             known = tracker.reduction(each) if isinstance(each, Tensor) and not in_transform(each) else None
             label = None if known is None else tracker.labels.get(each)
-            return reduced(each, label, known.kind) if known is not None else each
+            return each if known is None else reduced(each, label, "sum" if differentiated else known.kind)
 
         return tree_map(number, (args, kwargs))
+
+    def _stays_by_example(self, function: Any, given: Sequence[Tensor], args: Any) -> bool:
+        """Whether a function does no more than arithmetic with losses over the batch, and public numbers. A sum that is
+        scaled may be divided by the number of rows, which nobody can tell from other numbers."""
+        name = _called(function)
+        if name not in ARITHMETIC:
+            return False
+        with unseen_by_functions():
+            kinds = [self.tracker.reduction(each) for each in given]
+            public = all(
+                each.numel() == 1 and self.tracker.labels.get(each) is None
+                for each, kind in zip(given, kinds, strict=True)
+                if kind is None
+            )
+        sums = sum(kind is not None and kind.kind == "sum" and kind.own for kind in kinds)
+        scaled = name.strip("_") in SCALING and sums == 1 and (None in kinds or len(kinds) < len(args))
+        return public and not scaled and not (name == "stack" and None in kinds)
 
     def watched(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The function's result. What it is given of the examples, and passes to no operator, it has read."""
@@ -289,7 +304,7 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if reduction == "mean":
         losses = _averaged(mode, function, args, kwargs, each, losses, own)
     if mode.inside:
-        mode.tracker.mark_reduced(losses, Reduction(reduction, each.numel()))
+        mode.tracker.mark_reduced(losses, Reduction(reduction))
         return losses
     whole = losses.mean() if reduction == "mean" else losses.sum()
     if whole.grad_fn is not None:
@@ -312,14 +327,21 @@ def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
         losses = losses / numbers
     elif losses is tensor:
         losses = losses.clone()  # rows themselves are not reduced
-    tracker.mark_reduced(losses, known or Reduction(function.__name__, tensor.numel()))
+    tracker.mark_reduced(losses, known or Reduction(function.__name__, own=True))
     return losses
+
+
+def _in_checkpoint() -> bool:
+    """Whether what runs will be computed again, or is, in a backward pass, where a number is a number."""
+    hooks = None if top_hooks is None else top_hooks(True)
+    pack = None if hooks is None else hooks[0].args[1] if isinstance(hooks[0], partial) else hooks[0]
+    return (getattr(pack, "__module__", None) or "") == "torch.utils.checkpoint"
 
 
 def _added_up(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The sum over all that belongs to each example, if it is one over all axes."""
     tensor, *dims = args or (None,)
-    if not isinstance(tensor, Tensor) or in_transform(tensor) or not tensor.dim():
+    if not isinstance(tensor, Tensor) or in_transform(tensor) or not tensor.dim() or _in_checkpoint():
         return None
     label, along = mode.tracker.labels.get(tensor), dims[0] if dims else kwargs.get("dim")
     if len(dims) > 1 or kwargs.keys() - {"dim"} or not isinstance(label, Rows) or label.axis < 0 or label.first:
@@ -328,18 +350,6 @@ def _added_up(mode: TrackedFunctions, args: Any, kwargs: dict[str, Any]) -> Tens
     if len({axis % tensor.dim() for axis in axes if isinstance(axis, int)}) < tensor.dim():
         return None
     return None if tensor.shape[label.axis] % (label.count * label.inner) else by_example(tensor, label)
-
-
-def _divided(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A sum over the batch that is divided by how many rows, or numbers, it has is a mean."""
-    whole, by = args if len(args) == 2 else (None, None)
-    if mode.inside and isinstance(whole, Tensor) and isinstance(by, int | float) and not in_transform(whole):
-        known, own = mode.tracker.reduction(whole), mode.tracker.labels.get(whole)
-        if known is not None and known.kind == "sum" and isinstance(own, Rows) and by in (own.count, known.numbers):
-            losses = function(whole, by / own.count, **kwargs)
-            mode.tracker.mark_reduced(losses, Reduction("mean", known.numbers))
-            return losses
-    return mode.watched(function, (), args, kwargs)
 
 
 def reduced(losses: Tensor, label: Label | None, kind: str | None) -> Tensor:
@@ -355,6 +365,7 @@ _FUNCTIONS = (
     "exp log log1p sqrt square abs clamp clamp_min sum mean stack clone detach to float double type true_divide"
 )
 _ATTRIBUTES = "requires_grad grad_fn dtype device is_leaf is_floating_point is_complex"
+SCALING = frozenset(("mul", "rmul", "truediv", "rtruediv", "div", "rdiv", "true_divide"))
 ARITHMETIC = frozenset(f"__{name}__" for name in _METHODS.split()).union(
     *(names.split() for names in (_METHODS, _FUNCTIONS, _ATTRIBUTES))
 )
@@ -576,7 +587,6 @@ HANDLERS: dict[Any, Handler] = {
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
     **{function: _over_all for function in (torch.sum, torch.mean, Tensor.sum, Tensor.mean)},
-    **{function: _divided for function in (torch.div, Tensor.div, Tensor.__truediv__, torch.true_divide)},
     Tensor.item: _item,
     Tensor.backward: _backward,
     torch.autograd.backward: _engine,

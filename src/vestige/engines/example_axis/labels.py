@@ -218,8 +218,8 @@ class Reduction(NamedTuple):
 
     kind: str
     """ "mean" or "sum"."""
-    numbers: int
-    """Of how many."""
+    own: bool = False
+    """Whether not by a loss of torch's."""
 
 
 class Memory:
@@ -415,9 +415,12 @@ class Labels:
             raise NotApart(mixed("a transform of torch.func", "is not followed", unknown=True))
         if not has_own_memory(type(tensor)):
             return self._of_parts(tensor)
-        memory = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        if memory is None:  # a sparse tensor of examples is refused where it is made
+        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        memory = None if storage is None else self._memory.get(storage._cdata)
+        if memory is None or storage is None:  # a sparse tensor of examples is refused where it is made
             return None
+        if not storage.nbytes() and tensor.numel():
+            raise NotApart(mixed("resize_ of a storage", "took away what a tensor of the examples holds"))
         view = view_of(tensor)
         found = memory.known.get(view)
         if found is None:

@@ -345,6 +345,13 @@ def cross(op: Op) -> Given:
     return op.off(made[0], _dims(op["dim"], op.found.dim())) if isinstance(made, list) else made
 
 
+def group_norm(op: Op) -> Given:
+    """Each row of [rows, channels, ...] by itself, if that is how the operator was told to divide its numbers."""
+    rows = len(op["input"])
+    as_told = "N" not in op.given or (op["N"] == rows and rows * op["C"] * op["HxW"] == op["input"].numel())
+    return first_axis(op) if as_told else op.mixed()
+
+
 def layer_norm(op: Op) -> Given:
     return last_axes(len(op["normalized_shape"]))(op)
 
@@ -597,6 +604,11 @@ def looked_up(tables: str, index: str) -> Labeller:
     return lambda op: op.label(index) if op.public(*tables.split()) else op.mixed()
 
 
+def member(op: Op) -> Given:
+    """Whether elements are among public ones; those that are said to differ are compared with each other."""
+    return op.mixed() if op.given.get("assume_unique") else looked_up("test_elements", "elements")(op)
+
+
 def indexed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     if any(is_mask(each) and tracker.labels.get(each) is not None for each in args[1]):
         return read(
@@ -694,7 +706,7 @@ TABLE: dict[Labeller, str] = {
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
     "multilabel_margin_loss_backward channel_shuffle im2col col2im grid_sampler_2d grid_sampler_3d "
     "grid_sampler_2d_backward grid_sampler_3d_backward "
-    "native_group_norm fused_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d routed "
+    "affine_grid_generator multinomial max_unpool2d max_unpool3d routed "
     "routed_weights _thnn_fused_lstm_cell _thnn_fused_gru_cell convolution _convolution mkldnn_convolution "
     "cudnn_convolution convolution_overrideable _slow_conv2d_forward",
     padded: "constant_pad_nd",
@@ -704,7 +716,9 @@ TABLE: dict[Labeller, str] = {
     multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_",
     outer_distances: "_cdist_forward _euclidean_dist",
     distances_backward: "_cdist_backward",
-    of_input(first_axis): "convolution_backward native_group_norm_backward fused_group_norm_backward",
+    group_norm: "native_group_norm fused_group_norm",
+    of_input(first_axis): "convolution_backward",
+    of_input(group_norm): "native_group_norm_backward fused_group_norm_backward",
     layer_norm: "native_layer_norm _fused_rms_norm",
     of_input(layer_norm): "native_layer_norm_backward _fused_rms_norm_backward",
     batch_norm: "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
@@ -720,7 +734,7 @@ TABLE: dict[Labeller, str] = {
     looked_up("self", "index"): "take",
     looked_up("boundaries", "self"): "bucketize",
     looked_up("sorted_sequence sorter", "self"): "searchsorted",
-    looked_up("test_elements", "elements"): "isin",
+    member: "isin",
     parted: "unsafe_split unsafe_split_with_sizes split_with_sizes_copy",
     read_entries: "embedding gather index_select index _unsafe_index",
     written_entries: "scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce index_put "
