@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -80,20 +82,41 @@ CHANGES = {
 def test_a_change_of_the_module_is_seen(name, monkeypatch):
     monkeypatch.setattr(Model, "forward", Model.forward)  # as it was, after the test
     model = Model()
-    before = state_fingerprint(model)
-    assert state_fingerprint(model) == before
+    seen = {}
+    before = state_fingerprint(model, known=seen)
+    assert state_fingerprint(model, known=seen) == before
     kept = dict(vars(model)), dict(vars(model.layer))  # no object's place is used again
     CHANGES[name](model)
-    after = state_fingerprint(model)
+    after = state_fingerprint(model, known=seen)
     assert after != before, kept
-    assert state_fingerprint(model) == after
+    assert state_fingerprint(model, known=seen) == after
     hash(after)
 
 
 def test_what_is_equal_again_is_known_again():
-    model = Model()
-    before = state_fingerprint(model)
+    model, seen = Model(), {}
+    before = state_fingerprint(model, known=seen)
     model.count, model.config.width = 7, 8
-    assert state_fingerprint(model) != before
+    assert state_fingerprint(model, known=seen) != before
     model.count, model.config.width = int("1000"), int("2000")
-    assert state_fingerprint(model) == before
+    assert state_fingerprint(model, known=seen) == before
+
+
+@pytest.mark.parametrize("keep", [lambda each: each, lambda each: [each]], ids=["alone", "in a list"])
+def test_an_activation_that_a_module_kept_is_gone_with_it(keep):
+    model, seen = Model(), {}
+    activation = torch.zeros(3)
+    model.last, gone = keep(activation), weakref.ref(activation)
+    state_fingerprint(model, known=seen)
+    model.last = activation = None
+    assert gone() is None
+
+
+def test_a_model_that_leads_back_to_itself_is_collected():
+    model = Model()
+    model.call, model.layer.above = model.forward, [model]
+    state_fingerprint(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -105,19 +105,22 @@ def test_a_loop_takes_the_loss_of_each_example(name, scale):
         same_step_of(own, model, optimizer, x, atol=3e-5 * scale)
 
 
+def trains_as_one_at_a_time(model):
+    x = inputs()
+    expected, before = oracle(model, own, [(row,) for row in x], 0.5), flat(model)
+    training = vestige.train(
+        model, lambda o, _: o["loss"], (x, x), noise_multiplier=1e-9, delta=1e-5, steps=1, sample_rate=1.0,
+        max_grad_norm=0.5, lr=1.0, reproducible=7,
+    )  # fmt: skip
+    list(training)
+    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_training_proves_it(name):
-    x, model = inputs(), OwnLoss(ACCEPTED[name])
-    expected, before = oracle(model, lambda m, row: own(m, row), [(row,) for row in x], 0.5), flat(model)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="examples cannot be proved")
-        list(
-            vestige.train(
-                model, lambda o, _: o["loss"], (x, x), noise_multiplier=1e-9, delta=1e-5, steps=1, sample_rate=1.0,
-                max_grad_norm=0.5, lr=1.0, reproducible=7,
-            )
-        )  # fmt: skip
-    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+        trains_as_one_at_a_time(OwnLoss(ACCEPTED[name]))
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -184,16 +187,8 @@ def test_a_loss_that_only_compares_examples_is_said_to_train_on_noise(where):
 @pytest.mark.parametrize("name", ["sum over rows", "sum over numbers", "stacked with one number", "in a checkpoint"])
 def test_training_runs_such_a_model_one_example_at_a_time(name):
     """A sum may be scaled by the number of rows, which nobody can tell from other numbers."""
-    x, model = inputs(), OwnLoss(NUMBERS[name])
-    expected, before = oracle(model, lambda m, row: own(m, row), [(row,) for row in x], 0.5), flat(model)
     with pytest.warns(UserWarning, match="one by one, exact but slow"):
-        list(
-            vestige.train(
-                model, lambda o, _: o["loss"], (x, x), noise_multiplier=1e-9, delta=1e-5, steps=1, sample_rate=1.0,
-                max_grad_norm=0.5, lr=1.0, reproducible=7,
-            )
-        )  # fmt: skip
-    np.testing.assert_allclose((before - flat(model)).double().numpy() * ROWS, expected, rtol=2e-3, atol=5e-5)
+        trains_as_one_at_a_time(OwnLoss(NUMBERS[name]))
 
 
 def test_a_model_that_calls_itself_is_still_asked_what_it_reads():

@@ -8,18 +8,17 @@ if they decide nothing. Numbers that are drawn on the GPU are drawn anew in ever
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from vestige.engines.example_axis.labels import Tracker
+from vestige.engines.example_axis.labels import Tracker, tensors_in
 from vestige.layout import modules_of
 from vestige.randomness.generator_states import draws_kept, host_draws
 
@@ -61,15 +60,19 @@ def require_same_on_any_draw(run: Callable[[], object], tracker: Tracker) -> Non
 
 
 def state_fingerprint(
-    model: nn.Module, loss: Callable[..., Any] | None = None, modules: Sequence[nn.Module] | None = None
+    model: nn.Module,
+    loss: Callable[..., Any] | None = None,
+    modules: Sequence[nn.Module] | None = None,
+    known: KnownModules | None = None,
 ) -> tuple[Hashable, ...]:
     """Modes, numbers, functions and hooks of every module, and where its tensors lie: a graph captured under other ones
     is another pass. Of the loss also what it closes over, its defaults and the globals it names.
 
     Of whatever else a module holds (a configuration, a dictionary) the numbers are seen, and so are those that its
-    forward pass names; what is deeper is not. `modules` are the model's, where they are known already.
+    forward pass names; what is deeper is not. `modules` are the model's, where they are known already; `known` is what
+    its owner keeps of them from time to time, so that only what has changed is looked at again.
     """
-    own = _of_modules(modules_of(model) if modules is None else modules)
+    own = _of_modules(modules_of(model) if modules is None else modules, {} if known is None else known)
     return (*own, *(() if loss is None else _of_callable(loss, 3)))
 
 
@@ -97,19 +100,27 @@ class Facts(NamedTuple):
         same = len(attributes) == len(self.names) and all(map(is_, attributes.values(), self.attributes))
         return same and tuple(attributes) == self.names
 
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether no tensor would stay alive by it: a module may keep activations for a while."""
+        return not tensors_in((self.others, self.held))
 
-_FACTS: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
+
+KnownModules = MutableMapping[nn.Module, Facts]
 
 
-def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
+def _of_modules(modules: Sequence[nn.Module], known: KnownModules) -> list[Hashable]:
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     held: dict[int, Any] = {}
     last: list[Any] = []
     for module in modules:
         attributes = vars(module)
-        facts = _FACTS.get(module)
+        facts = known.get(module)
         if facts is None or not facts.hold(attributes):
-            facts = _FACTS[module] = Facts.of(attributes)
+            known.pop(module, None)
+            facts = Facts.of(attributes)
+            if facts.may_be_kept:
+                known[module] = facts
         found += (type(module), facts.plain)
         for name in HOOKS:  # the keys, which are never reused
             if attributes[name]:
@@ -173,7 +184,7 @@ def _plain(values: Iterable[Any]) -> list[Hashable]:
 
 def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
     if isinstance(thing, nn.Module):
-        yield from _of_modules(modules_of(thing))
+        yield from _of_modules(modules_of(thing), {})
         return
     held = list(_held(thing))
     yield from _plain(held)

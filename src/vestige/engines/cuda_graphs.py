@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.capture_guards import (
+    KnownModules,
     NotCapturable,
     require_same_on_any_draw,
     state_fingerprint,
@@ -262,6 +263,7 @@ class Captured:
         self._costs = CaptureCosts()
         self._state: Hashable = None
         """In which state the model was met last: one that changes all the time is not captured."""
+        self._known: KnownModules = {}
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
@@ -328,7 +330,7 @@ class Captured:
         full = bool(masks) and not self._padded and all(map(is_full, masks))
         try:
             self._run_first(mean, full)
-            state = precision(), state_fingerprint(self.model, self.engine.loss)
+            state = precision(), state_fingerprint(self.model, self.engine.loss, known=self._known)
             stays, self._state = state == self._state, state
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
             views = mean.views if mean.counts is None else 1

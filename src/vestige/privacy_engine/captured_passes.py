@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.capture_guards import (
+    KnownModules,
     NotCapturable,
     state_fingerprint,
 )
@@ -196,6 +197,7 @@ class CapturedPasses:
     """By what a form of call takes for granted, for several lengths of its texts."""
     _state: Hashable = None
     """In which state the module was met last: one that changes all the time is not captured."""
+    _known: KnownModules = field(default_factory=dict)
     _costs: CaptureCosts = field(default_factory=CaptureCosts)
     _room: GraphMemoryPool | None = None
     _refused: set[Hashable] = field(default_factory=set)
@@ -263,7 +265,7 @@ class CapturedPasses:
         with unseen_by_functions():
             self._meet(asked)
             full = asked.without_padding(to)
-            state = precision(), state_fingerprint(self.module, modules=modules)
+            state = precision(), state_fingerprint(self.module, modules=modules, known=self._known)
         stays, self._state = state == self._state, state
         key = self._kinds(asked, [asked.names[name] for name in to]), state, full
         forms = self._forms.get(key, [])

@@ -334,7 +334,7 @@ def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
 def _in_checkpoint() -> bool:
     """Whether what runs will be computed again, or is, in a backward pass, where a number is a number."""
     hooks = None if top_hooks is None else top_hooks(True)
-    pack = None if hooks is None else hooks[0].args[1] if isinstance(hooks[0], partial) else hooks[0]
+    pack = None if hooks is None else hooks[0].args[1] if getattr(hooks[0], "func", None) is _under else hooks[0]
     return (getattr(pack, "__module__", None) or "") == "torch.utils.checkpoint"
 
 

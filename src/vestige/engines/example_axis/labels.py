@@ -396,7 +396,7 @@ class Labels:
                 if kind is Tensor or kind is Parameter:
                     try:
                         found = each.untyped_storage()._cdata in memory
-                    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of a transform
+                    except RuntimeError:  # a sparse tensor, or one of a transform
                         found = bool(self.memories((each,)))
                 else:
                     found = kind not in WITHOUT_TENSORS and bool(self.memories((each,)))
