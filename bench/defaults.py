@@ -5,8 +5,8 @@ usage: python bench/defaults.py [--device cuda|cpu] [--models NAME ...] [--ways 
 
 Each model is trained plainly and privately on batches of the same law (Poisson samples; texts padded to the longest of
 their batch): in a user's loop, and by `vestige.train`, which reads texts as they are. Set-up is everything until the
-first step is done; then the mean over the next steps, over the plain loop's, and the peak of memory. Reading rows is in
-the time of `vestige.train` alone.
+first step is done; then the mean over the next steps, over the plain loop's, and the peak of memory. A step is all that
+lies between two updates: reading rows, too.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ def _loop(
     model: Model, module: nn.Module, rows: Rows, device: torch.device, steps: int, private: bool
 ) -> Iterator[float]:
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4)
-    start = time.perf_counter()
+    begun = time.perf_counter()
     loader: Any = DataLoader(rows, batch_sampler=Poisson(model.batch / ROWS), collate_fn=collate)
     if private:
         module, optimizer, loader = vestige.PrivacyEngine().make_private(
@@ -378,14 +378,13 @@ def _loop(
             data_loader=DataLoader(rows, batch_size=model.batch, collate_fn=collate),
         )  # fmt: skip
     for batch in batches(model, loader, device):
-        begun = start or time.perf_counter()
         optimizer.zero_grad()
         loss_of(model, module, batch).backward()
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         yield time.perf_counter() - begun
-        start = 0.0
+        begun = time.perf_counter()
 
 
 def _training(

@@ -282,6 +282,49 @@ class PublicTable(nn.Module):
         return self.inner(torch.where(scores > 0, table, scores) @ rows).mean(dim=1)
 
 
+class Noised(nn.Module):
+    """Gives what is to be predicted beside what is predicted: of each row, or public numbers that are no rows'."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.shapes = nn.Linear(5, 3), kind, set()
+        self.register_buffer("table", torch.linspace(0, 1, 5))
+
+    def forward(self, x):
+        noise = torch.arange(len(x)).sin()[:, None].expand(len(x), 3) * torch.ones_like(x[:, :3])
+        return self.layer(x), noise if self.kind == "of rows" else self.table
+
+
+@pytest.mark.parametrize("kind", ["of rows", "table"])
+def test_public_outputs_are_no_examples_and_are_cut_where_they_have_rows(kind, monkeypatch):
+    monkeypatch.setattr(captured_passes, "ahead", lambda sizes: [5])  # as many as the table has entries
+
+    def run(captured: bool):
+        torch.manual_seed(1)
+        model, data = Noised(kind), TensorDataset(torch.randn(60, 5))
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), noise_multiplier=1e-6,
+            max_grad_norm=0.1, data_loader=DataLoader(data, batch_size=8),
+        )  # fmt: skip
+        with captured_on_cpu() if captured else nullcontext() as graphs:
+            for (x,) in loader:
+                optimizer.zero_grad()
+                predicted, public = model(x)
+                assert public.shape == ((len(x), 3) if kind == "of rows" else (5,))
+                target = public if kind == "of rows" else public[:3]
+                F.mse_loss(predicted, target.expand_as(predicted)).backward()
+                optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) - before, graphs
+
+    plain, _ = run(captured=False)
+    replayed, graphs = run(captured=True)
+    assert (graphs.replays > 0) == (kind == "of rows")
+    assert plain.norm() > 0
+    assert torch.allclose(plain, replayed, atol=1e-6)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_public_table_as_long_as_the_batch_is_captured(axis: int):
     def run(captured: bool):

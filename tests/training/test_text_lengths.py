@@ -11,6 +11,8 @@ from torch import nn
 
 import vestige
 from captured_on_cpu import captured_on_cpu
+from vestige.mechanism.loading import Rows
+from vestige.mechanism.text_padding import PaddedAlone, TextPadding, shortest_on_gpu
 
 transformers = pytest.importorskip("transformers")
 ROWS, POSITIONS = 40, 80
@@ -138,6 +140,27 @@ def test_a_sample_is_one_pass_for_each_of_its_lengths():
         )  # fmt: skip
         list(training)
     assert steps < graphs.replays <= lengths * steps, graphs.replays
+
+
+def test_texts_of_one_padded_length_are_read_as_one_batch():
+    """Those that have it already, too."""
+    lengths = [20, 64, 33, 64, 7]
+    data = [{"input_ids": torch.arange(1, n + 1), "attention_mask": torch.ones(n).long(), "labels": n} for n in lengths]
+    rows = Rows(data, None, "labels")
+    rows.pad(PaddedAlone(TextPadding(token=9, longest=512), ("input_ids", "attention_mask", "labels"), shortest=64))
+    [[ids, mask, labels]] = rows.groups(range(5))
+    assert labels.tolist() == lengths
+    assert mask.sum(dim=1).tolist() == lengths
+    expected = [F.pad(row["input_ids"], (0, 64 - len(row["input_ids"])), value=9) for row in data]
+    assert torch.equal(ids, torch.stack(expected))
+    assert len(rows.groups([0])[0]) == 3
+    rows.pad(PaddedAlone(TextPadding(token=9, longest=512), ("input_ids", "attention_mask", "labels"), shortest=32))
+    assert sorted(len(batch[0]) for batch in rows.groups(range(5))) == [2, 3]
+
+
+def test_small_samples_are_of_fewer_lengths_on_a_gpu():
+    """Half of few positions take it hardly less time, and another length is another pass."""
+    assert [shortest_on_gpu(rows) for rows in (1, 32, 63.9, 64, 1000)] == [128, 128, 128, 64, 64]
 
 
 def test_workers_pad_texts_too():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from vestige.mechanism.bad_rows import Admissible
 from vestige.mechanism.clipping import Batch
 from vestige.mechanism.loading import Ahead, Loading, Rows, Target, fields_of, form_of, labels_of, tensor_of
-from vestige.mechanism.text_padding import LABELS, SHORTEST, SHORTEST_ON_GPU, PaddedAlone, TextPadding
+from vestige.mechanism.text_padding import LABELS, PaddedAlone, TextPadding, shortest_on_gpu
 from vestige.processes import data_fingerprints
 
 Data = Any
@@ -89,8 +90,12 @@ class Examples:
         """From now on, texts that are read one by one are padded to a few lengths, each by its own."""
         assert self._rows is not None
         assert self.form.names is not None
-        shortest = SHORTEST_ON_GPU if self.device.type == "cuda" else SHORTEST
-        self._rows.padding = PaddedAlone(padding, (*self.form.names, *self.form.further, LABELS), shortest)
+        self._rows.pad(PaddedAlone(padding, (*self.form.names, *self.form.further, LABELS)))
+
+    def expect(self, rows: float) -> None:
+        """About so many rows are read together."""
+        if self._rows is not None and self._rows.padding is not None and self.device.type == "cuda":
+            self._rows.pad(replace(self._rows.padding, shortest=shortest_on_gpu(rows)))
 
     @property
     def pads(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any
@@ -234,9 +234,14 @@ class Rows(Dataset[Any]):
         """Whether rows that cannot be read are left out, once a made-up row has shown that the program is sound."""
         self.padding: PaddedAlone | None = None
         """How the texts of an example are padded, by their own length."""
+        self._padded: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """The shapes of padded examples, by their own."""
         if self.population == 0:
             raise ValueError("data holds no examples")
         self._describe(target)
+
+    def pad(self, padding: PaddedAlone) -> None:
+        self.padding, self._padded = padding, {}
 
     def _describe(self, target: Target) -> None:
         """The form, names, shapes and dtypes of examples: those that most of the first three have that can be read."""
@@ -275,15 +280,34 @@ class Rows(Dataset[Any]):
     def groups(self, rows: Sequence[int]) -> list[Group]:
         if not rows:
             return [self.blank]
-        alike: dict[Hashable, list[list[object]]] = {}
+        alike: dict[tuple[object, ...], list[list[object]]] = {}
         for values in self._all_values(rows):
-            values = values if self.padding is None else self.padding(values)
-            alike.setdefault(tuple(map(_shape, values)), []).append(values)
-        return (
-            [self.blank]
-            if not alike
-            else [[_column(column) for column in zip(*group, strict=True)] for group in alike.values()]
-        )
+            alike.setdefault(self._shapes(values), []).append(values)
+        return [self._columns(shapes, group) for shapes, group in alike.items()] or [self.blank]
+
+    def _shapes(self, values: Sequence[object]) -> tuple[object, ...]:
+        """Of an example's fields, its texts padded."""
+        own = tuple(map(_shape, values))
+        if self.padding is None:
+            return own
+        if own not in self._padded:
+            to = self.padding.lengths(values)
+            self._padded[own] = tuple(
+                each if length is None else (torch.Size([length]), each[1])
+                for each, length in zip(own, to, strict=True)
+            )
+        return self._padded[own]
+
+    def _columns(self, shapes: Sequence[Any], group: Sequence[Sequence[Any]]) -> Group:
+        columns = list(zip(*group, strict=True))
+        if self.padding is None:
+            return list(map(_column, columns))
+        return [
+            self.padding.stacked(place, column, *shape[0])
+            if isinstance(column[0], Tensor) and column[0].dim() == 1
+            else _column(column)
+            for place, (column, shape) in enumerate(zip(columns, shapes, strict=True))
+        ]
 
     def _all_values(self, rows: Sequence[int]) -> list[list[object]]:
         """Read together where the dataset can; one by one where that fails, without those that cannot be read."""
@@ -331,7 +355,7 @@ class Rows(Dataset[Any]):
 PLAIN = (Tensor, int, float, bool)
 
 
-def _shape(value: object) -> object:
+def _shape(value: object) -> Any:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vestige.mechanism.losses.model_losses import IGNORED
 
@@ -23,14 +24,20 @@ DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """What a decoder writes."""
 LENGTHS = ((32, 16), (64, 32), (512, 64), (1024, 128))
 """Up to this length, texts of a loop are padded to multiples of that; beyond, to multiples of 256."""
-SHORTEST, SHORTEST_ON_GPU = 32, 64
-"""The shortest length of texts in `vestige.train`, from which the others are doubled. A GPU takes texts of 64 in hardly
-more time than shorter ones, and another length is another pass."""
+SHORTEST = 32
+"""The shortest length of texts in `vestige.train`, from which the others are doubled."""
+POSITIONS = 4096
+"""As many a GPU takes in hardly more time than half of them."""
 
 
 def rounded_length(length: int) -> int:
     step = next((step for most, step in LENGTHS if length <= most), 256)
     return -(-length // step) * step
+
+
+def shortest_on_gpu(rows: float) -> int:
+    """The same on a GPU, for samples of about so many rows: another length is another pass."""
+    return 2 * SHORTEST if 2 * SHORTEST * rows >= POSITIONS else 4 * SHORTEST
 
 
 def doubled_length(length: int, shortest: int = SHORTEST) -> int:
@@ -83,6 +90,12 @@ class TextPadding:
             for name, each in named.items()
         }
 
+    def stacked(self, name: str, texts: Sequence[Tensor], length: int) -> Tensor:
+        """Texts of one argument, none longer than this length, as rows of it."""
+        filler = self._filler(name)
+        rows = pad_sequence(list(texts), batch_first=True, padding_value=filler)
+        return F.pad(rows, (0, length - rows.shape[1]), value=filler)
+
     def _filler(self, name: str) -> int:
         if name == LABELS:
             return IGNORED
@@ -91,20 +104,25 @@ class TextPadding:
 
 @dataclass(frozen=True)
 class PaddedAlone:
-    """Pads the texts of one example by their own length."""
+    """Pads the texts of one example by their own length, which is doubled from the shortest on."""
 
     padding: TextPadding
     names: tuple[str, ...]
     """Of an example's fields, in their order; the last one is the target."""
     shortest: int = SHORTEST
 
-    def __call__(self, values: Sequence[object]) -> list[object]:
+    def lengths(self, values: Sequence[object]) -> list[int | None]:
+        """Of how many positions each of an example's fields will be; None where it is no text, or long enough."""
         tensors = {n: v for n, v in zip(self.names, values, strict=True) if isinstance(v, Tensor)}
         rounded = partial(doubled_length, shortest=self.shortest)
         if all(each.dim() != 1 or rounded(len(each)) == len(each) for each in tensors.values()):
-            return list(values)
-        padded = self.padding.pad(tensors, self.padding.lengths(tensors, axis=0, rounded=rounded))
-        return [padded.get(name, value) for name, value in zip(self.names, values, strict=True)]
+            return [None] * len(values)
+        found = self.padding.lengths(tensors, axis=0, rounded=rounded)
+        return [found.get(name) for name in self.names]
+
+    def stacked(self, place: int, texts: Sequence[Tensor], length: int) -> Tensor:
+        """Examples' texts in this place, one beside the other, each of so many positions."""
+        return self.padding.stacked(self.names[place], texts, length)
 
 
 def ignored_for_certain(module: nn.Module) -> bool:

@@ -386,6 +386,8 @@ class CapturedForm:
         self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
         self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
+        self._public = False
+        """Whether an output with a row for each example depends on none."""
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
         self._live: tuple[list[tuple[Tensor | GradientEdge | None, torch.dtype]], Uses] | None = None
 
@@ -445,6 +447,9 @@ class CapturedForm:
         with without_modes(), draws_kept(self.device):
             tracker = self.owner.tracking.tracker
             capture_proved(lambda: self._capture(rows), lambda: self._run_all(rows), self.device, tracker)
+            if self._public and rows > 1:  # Is it as long as the batch by chance? Raises if so.
+                self._run_forward(rows - 1)
+                self._live = None
 
     def _capture(self, rows: int) -> None:
         shown: list[tuple[list[Any], TreeSpec]] = []
@@ -507,6 +512,8 @@ class CapturedForm:
                 kept.append(leaf if isinstance(leaf, PLAIN) else NotReturned())
                 continue
             label = tracker.labels.get(leaf)
+            if label is None and not leaf.requires_grad and leaf.dim() and len(leaf) == rows:
+                label, self._public = Rows(0, 1, rows, self._batch), True  # noise that was drawn, say
             first = isinstance(label, Rows) and (*label[:2], *label[3:]) == (0, 1, self._batch, 0) and len(leaf) == rows
             if not first or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")

@@ -493,10 +493,10 @@ class Passes:
         found, shape = tree_flatten(outputs)
         places, labels, refused = [], [], []
         for place, leaf in enumerate(found):
-            if not differentiable(leaf):
+            label = tracker.labels.get(leaf) if isinstance(leaf, Tensor) else None
+            if not differentiable(leaf) or (label is None and not leaf.requires_grad):
                 found[place] = _for_user(leaf, tracker) if isinstance(leaf, Tensor) else leaf
                 continue
-            label = tracker.labels.get(leaf)
             if isinstance(label, Rows) and (label.count, label.batch, label.first) == (rows, opened.batch, 0):
                 places.append(place)
                 labels.append(label)

@@ -592,6 +592,7 @@ class Training(HoldsKey):
         self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
         self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
         self._sampling = sampling_of(self.method, request, self._population)
+        examples.expect(self._sampling.rate * self._population)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         replays_are_free = settings.seed is not None
         self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)

@@ -292,10 +292,10 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     reduction = kwargs.get("reduction", "mean")
     if reduction not in ("mean", "sum") or any(kwargs.get(name) is not None for name in LEGACY):
         return function(*args, **kwargs)
+    computed = partial(classes_last, function) if function in CLASSES else function
     if _rows(mode, *args, *kwargs.values()) is None:
-        return function(*args, **kwargs)
-    options = {**kwargs, "reduction": "none"}
-    each = classes_last(function, *args, **options) if function in CLASSES else function(*args, **options)
+        return computed(*args, **kwargs)
+    each = computed(*args, **{**kwargs, "reduction": "none"})
     own = mode.tracker.labels.get(each)
     losses = by_example(each, own) if isinstance(own, Rows) and own.axis >= 0 else None
     if losses is None:

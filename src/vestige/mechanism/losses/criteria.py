@@ -194,7 +194,7 @@ def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs:
 def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: object) -> Tensor:
     """Every target's own loss. A target that is no class is refused without being named: it is private."""
     try:
-        return classes_last(function, outputs, targets, **options)
+        return classes_last(function, outputs, targets, **options, reduction="none")
     except IndexError:
         pass
     raise ValueError(
