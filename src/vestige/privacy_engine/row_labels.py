@@ -24,7 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vestige.engines.example_axis.before_dispatch import TrackedFunctions
-from vestige.engines.example_axis.labels import OUTSIDE, Label, Labels, Mixed, Read, Rows, Tracker, mixed
+from vestige.engines.example_axis.labels import (
+    OUTSIDE,
+    WITHOUT_TENSORS,
+    Label,
+    Labels,
+    Mixed,
+    Read,
+    Rows,
+    Tracker,
+    mixed,
+)
 from vestige.engines.per_example.execution import unseen_by_functions
 
 
@@ -91,8 +101,9 @@ class Tracking:
             self.labels.set(copy, mixed("dataset", KEPT) if kept else Rows(-1, 1, rows, number, place))
             return copy
 
-        tensors_alone = all(isinstance(leaf, Tensor | None) for leaf in tree_leaves(examples))
-        taken = [tree_map_only(Tensor, partial(own, place), each) for place, each in enumerate(examples)]
+        others: list[object] = []
+        taken = [_each_tensor(partial(own, place), each, others) for place, each in enumerate(examples)]
+        tensors_alone = not others
         off = self._on is None or self._resting
         self.start()
         try:
@@ -271,6 +282,25 @@ class Tracking:
 
 
 KEPT = "gives what was kept of an earlier batch"
+
+
+def _each_tensor(of: Callable[[Tensor], Tensor], example: Any, others: list[object]) -> Any:
+    """What a function makes of each tensor of an example, in its form; what else an example has is noted in `others`.
+    Quicker than a tree for dictionaries and lists, which most examples are."""
+    kind = type(example)
+    if kind is Tensor:
+        return of(example)
+    if kind is dict:
+        return {name: _each_tensor(of, each, others) for name, each in example.items()}
+    if kind is list or kind is tuple:
+        return kind([_each_tensor(of, each, others) for each in example])
+    if kind not in WITHOUT_TENSORS:
+        others += [leaf for leaf in tree_leaves(example) if not isinstance(leaf, Tensor | None)]
+        return tree_map_only(Tensor, of, example)
+    others += [] if example is None else [example]
+    return example
+
+
 Modes = type[TorchDispatchMode] | type[TorchFunctionMode]
 
 
