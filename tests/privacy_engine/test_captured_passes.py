@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -110,6 +111,20 @@ def test_two_forward_passes_about_one_batch_add_up():
 
     plain, _ = loop(backward=again, captured=False)
     assert torch.allclose(plain, loop(backward=again)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_backward_pass_in_a_thread_that_is_not_followed_is_refused(captured):
+    """A replay needs no mode, so that it would take whatever comes back, here of a hook that mixes the rows."""
+
+    def elsewhere(loss, model, x, y):
+        outputs = model(x)
+        outputs.register_hook(lambda g: g / g.norm())
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(F.cross_entropy(outputs, y).backward).result()
+
+    with pytest.raises(ValueError, match="this backward pass runs in another thread"):
+        loop(backward=elsewhere, captured=captured)
 
 
 def test_a_replay_ends_where_the_model_becomes_another():

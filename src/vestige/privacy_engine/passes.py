@@ -48,7 +48,7 @@ from vestige.privacy_engine.microbatch_queue import (
 from vestige.privacy_engine.optimizer_parameter_checks import require_noised
 from vestige.privacy_engine.output_autograd_functions import End, NotPerExample
 from vestige.privacy_engine.padding_in_loss_divisor import Lengths, Shapes
-from vestige.privacy_engine.row_labels import Tracking
+from vestige.privacy_engine.row_labels import Tracking, following
 from vestige.processes.distributed_setup import fsdp_in, silence_wrapper
 from vestige.processes.loops_of_sharded_models import ShardedLoop
 from vestige.processes.parameter_shards import ShardedSum
@@ -554,6 +554,12 @@ class Passes:
                 f"this pass of the model is about {opened.examples} rows, but {self.parts.expected(opened.examples)}: "
                 "train on the batches of the loader that make_private returned, each in one step, in order and leaving "
                 "none out"
+            )
+        if not following():
+            raise ValueError(
+                "this backward pass runs in another thread than the one that took its batch from the private loader, "
+                "where every operator is followed: take batches, compute the loss and call backward in one thread "
+                "(num_workers of the loader fetches ahead)"
             )
         for (label, _, _), signal in zip(outputs, signals, strict=True):
             own = self.tracking.label(signal)

@@ -238,7 +238,7 @@ class Tracking:
         _leave(TorchFunctionMode, called, self.functions)
         self.labels.trackers.remove(self.tracker)
         self._on = None
-        if not any(isinstance(mode, Tracker) for mode in _get_current_dispatch_mode_stack()):
+        if not following():
             torch._C._set_multithreading_enabled(self._several.pop(here))  # type: ignore[attr-defined]
         return True
 
@@ -279,6 +279,11 @@ class Tracking:
             finally:
                 self.labels.turn, self.labels.laid = turn, None
                 functions.inside, tracker.strict, tracker.reduced = before
+
+
+def following() -> bool:
+    """Whether the operators that run here now are followed: modes belong to a thread."""
+    return any(isinstance(mode, Tracker) for mode in _get_current_dispatch_mode_stack())
 
 
 KEPT = "gives what was kept of an earlier batch"
