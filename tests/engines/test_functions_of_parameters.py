@@ -253,3 +253,50 @@ def test_what_is_not_linear_in_a_sum_is_left_to_one_example_at_a_time(function):
         torch.autograd.grad(loss(model(x[i : i + 1]), y[i : i + 1]).sum(), model.weight)[0] for i in range(EXAMPLES)
     ]
     torch.testing.assert_close(into.view(3, 4), torch.stack(rows).sum(0), rtol=1e-4, atol=1e-5)
+
+
+class Made(nn.Module):
+    """A layer whose weight a function makes of a parameter, before another one."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], scale: float = 0.5) -> None:
+        super().__init__()
+        self.function, generator = function, torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(scale * torch.randn(4, 4, generator=generator))
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x) @ self.function(self.weight)))
+
+
+def clipped_sum_and_engine(model: nn.Module) -> tuple[Tensor, Tensor, BookKeeping]:
+    """One example at a time, and what the engine says; with the engine."""
+    x, y = torch.randn(EXAMPLES, 4), torch.randn(EXAMPLES, 4)
+    layout = Layout.of(model)
+    alone = of_each_alone(model, x, y)
+    norms = alone.norm(dim=1)
+    bound = 0.7 * float(norms.median())
+    engine, into = BookKeeping(model, loss, layout), torch.zeros(layout.size)
+    engine([x, y], {name: p.detach() for name, p in layout.parameters(model).items()}, Flat(bound), into)
+    return (alone * (bound / norms.clamp(min=bound))[:, None]).sum(0), into.double(), engine
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.5, 3.0])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.matrix_exp, torch.linalg.matrix_exp, Tensor.matrix_exp, lambda w: torch.matrix_exp(w - w.mT),
+        lambda w: torch.linalg.cross(w[:, :3], w[:3].mT) @ w[:3],
+    ],
+    ids=["matrix_exp", "of linalg", "of tensors", "orthogonal", "cross"],
+)  # fmt: skip
+def test_functions_that_random_programs_do_not_draw(function, scale):
+    want, found, engine = clipped_sum_and_engine(Made(function, scale))
+    assert not engine._left
+    assert (found - want).norm() <= 1e-4 * want.norm()
+
+
+def test_what_a_backward_pass_has_not_come_to_is_not_taken_for_something_that_a_model_keeps():
+    """Autograd leaves it in a queue where the pass fails: the layer before the function waits then."""
+    with pytest.warns(UserWarning, match="looks at a value of the examples"):
+        want, found, _ = clipped_sum_and_engine(Made(Counted.apply))
+    assert (found - want).norm() <= 1e-4 * want.norm()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import ceil, inf, log2
 from typing import Any
 
 import torch
@@ -552,6 +553,23 @@ def _bilinear(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
     return found if given.get("bias") is None else found + given["bias"]
 
 
+def _matrix_exp(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Of a matrix of parameters, by products: torch's own gradient is no linear operator's."""
+    given: Tensor = args[0] if args else next(iter(kwargs.values()))
+    if not mode.inside or in_transform(given) or not given.requires_grad or mode.tracker.labels.get(given) is not None:
+        return mode.watched(function, (), args, kwargs)
+    with unseen():
+        norm = float(torch.linalg.matrix_norm(given.detach(), ord=1).amax()) if given.numel() else 0.0
+    halvings = max(0, ceil(log2(norm))) if 0 < norm < inf else 0
+    one = torch.eye(given.shape[-1], dtype=given.dtype, device=given.device)
+    found, step = one, given / 2**halvings
+    for degree in range(18, 0, -1):  # at a norm of one, what is left out is less than 1e-16
+        found = one + step @ found / degree
+    for _ in range(halvings):
+        found = found @ found
+    return found
+
+
 def _distances(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Of examples to points that are learned, by operators whose gradients are each example's; torch computes large
     ones by products of matrices, which are."""
@@ -594,6 +612,7 @@ HANDLERS: dict[Any, Handler] = {
     Tensor.__setitem__: _set_by_mask,
     F.bilinear: _bilinear,
     torch.cdist: _distances,
+    **dict.fromkeys((torch.matrix_exp, torch.linalg.matrix_exp, Tensor.matrix_exp), _matrix_exp),
     F.group_norm: _group_norm,
     F.instance_norm: _group_norm,
     **dict.fromkeys((Tensor.masked_select, torch.masked_select), _reordered(_select)),

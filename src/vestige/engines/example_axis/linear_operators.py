@@ -83,7 +83,7 @@ LINEAR = (
     "constant_pad_nd split split_with_sizes unbind repeat trace _fft_r2c _fft_c2c _fft_c2r real imag view_as_real "
     "view_as_complex _conj _neg_view _conj_physical resolve_conj convolution linalg_solve_triangular linalg_lu_solve "
     "cholesky_solve upsample_bilinear2d upsample_bicubic2d upsample_nearest2d avg_pool2d _adaptive_avg_pool2d unfold "
-    "im2col col2im mv dot scatter scatter_add"
+    "im2col col2im mv dot scatter scatter_add linalg_cross"
 )
 """Operators that are linear in one argument while the others stay; so are those of backward passes in a gradient."""
 GRADIENTS = ("signal", "grad_output", "grad_out", "grad", "grad_w", "gradOutput", "grad_in")

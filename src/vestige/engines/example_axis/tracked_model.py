@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from vestige.engines.example_axis.sums import own_rows
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.filter_maps import FilterMap
 from vestige.engines.per_example.gradient_forms import Dense, Gradient, change, combine
-from vestige.layout import Layout, modules_of
+from vestige.layout import Layout, device_of, modules_of
 
 Environment = Mapping[str, Tensor]
 """The parameters' values by name."""
@@ -40,6 +40,30 @@ EVERYWHERE = (0, inf)
 """All nodes of autograd's graph."""
 ANCHOR = torch.zeros((), requires_grad=True)
 """It requires a gradient and never gets one: it makes what is computed from parameters part of autograd's graph."""
+
+
+class OldestNode:
+    """A node of autograd's graph that is older than those of any pass on its device. A backward pass that fails leaves
+    what it had not come to in the device's queue, with the activations that belong to it, until a later pass has taken
+    it out: the newest nodes first."""
+
+    of: ClassVar[dict[torch.device, OldestNode]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        with unseen(), torch.enable_grad(), torch.inference_mode(False):
+            self._leaf = torch.zeros((), device=device, requires_grad=True)
+            self._node = self._leaf.clone()
+
+    @classmethod
+    def require(cls, device: torch.device) -> None:
+        if device not in cls.of:
+            cls.of[device] = cls(device)
+
+    @classmethod
+    def empty_queues(cls) -> None:
+        with unseen():
+            for each in cls.of.values():
+                torch.autograd.grad(each._node, each._leaf, retain_graph=True)
 
 
 class ParameterUse(torch.autograd.Function):
@@ -161,6 +185,7 @@ class Proved:
         self.model, self.tracked_model, self.labels = model, TrackedModel(model, layout), Labels()
         self.tracker = Tracker(self.labels)
         self.tracker.spans = [EVERYWHERE]
+        OldestNode.require(device_of(model))
         self._functions = TrackedFunctions(self.tracker, inside=True)
         self._batches = 0
         """Labels of earlier batches stay: what a model keeps of them is not this batch's own."""
@@ -215,6 +240,7 @@ class Proved:
 def require_forgotten(labels: Labels, problem: type[RowsNotApart] = ExampleKept, besides: Batch = ()) -> None:
     """After a pass: raise ValueError if somebody still holds memory of examples, besides that of these tensors."""
     if labels.alive(besides):
+        OldestNode.empty_queues()
         gc.collect()
         if labels.alive(besides):
             raise problem(
