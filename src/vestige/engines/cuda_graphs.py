@@ -112,26 +112,18 @@ def capture_proved(
 
 
 @contextmanager
-def mask_is_full(full: bool) -> Iterator[None]:
-    """Inside, where no mask leaves anything out, a model that asks whether it is captured hears that it is not:
-    transformers' models then look at the mask, which is answered, and skip work."""
+def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
+    """As a pass is followed that is to be captured. Where no mask leaves anything out (`full`), a model that asks
+    whether it is captured hears that it is not: transformers' models then look at the mask, which is answered, and skip
+    work."""
     asked = torch.cuda.is_current_stream_capturing
+    tracker.answer, tracker.captured, tracker.kept_elsewhere = full, True, False
     if full:
         torch.cuda.is_current_stream_capturing = lambda: False
     try:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = asked
-
-
-@contextmanager
-def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
-    """As a pass is followed that is to be captured."""
-    tracker.answer, tracker.captured, tracker.kept_elsewhere = full, True, False
-    try:
-        with mask_is_full(full):
-            yield
-    finally:
         tracker.answer, tracker.captured = None, False
 
 

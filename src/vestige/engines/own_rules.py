@@ -89,7 +89,7 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return rows
 
     saved = [given[place] for place in places]
-    return _Ruled.apply(module, called, gradients, output, len(trained), *trained.values(), *saved)
+    return _Ruled.apply(called, gradients, output, len(trained), *trained.values(), *saved)
 
 
 class _Ruled(torch.autograd.Function):
@@ -97,12 +97,14 @@ class _Ruled(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, module: nn.Module, called: str, gradients: Any, output: Tensor, count: int, *tensors: Tensor
+        ctx: Any, called: str, gradients: Any, output: Tensor, count: int, *tensors: Tensor
     ) -> Tensor:
         tracker = tracker_at_work()
         if tracker is not None and tracker.labels.get(output) is None and tensors[count:]:
-            tracker.label_like(output, tensors[count])  # a rule answers for what its module computes
-        ctx.called, ctx.gradients, ctx.names = called, gradients, count
+            label = tracker.labels.get(tensors[count])
+            if label is not None:
+                tracker.labels.set(output, label)  # a rule answers for what its module computes
+        ctx.called, ctx.gradients = called, gradients
         ctx.save_for_backward(*tensors[count:])
         return output.detach()
 
@@ -115,7 +117,7 @@ class _Ruled(torch.autograd.Function):
             raise TypeError(f"{ctx.called} has a rule, but its output has no examples on its first axis")
         found = ctx.gradients([each.detach() for each in ctx.saved_tensors], signal)
         made = [_stand_in(tracker, signal, rows, label) for rows in found.values()]
-        return None, None, None, signal, None, *made, *[None] * len(ctx.saved_tensors)
+        return None, None, signal, None, *made, *[None] * len(ctx.saved_tensors)
 
 
 def _stand_in(tracker: Tracker, signal: Tensor, rows: Tensor, label: Rows) -> Tensor:

@@ -87,28 +87,19 @@ def require_public(labels: Labels, module: nn.Module, optimizer: Optimizer) -> N
     """Before and after a step: nothing of an example may be in a parameter, a buffer, or what the optimizer holds: no
     noise would cover it."""
     holders: list[Any] = [each for inner in modules_of(module) for each in (inner._parameters, inner._buffers)]
-    settings = [{name: each for name, each in vars(optimizer).items() if name != "param_groups"}]
+    settings = [{name: each for name, each in vars(optimizer).items() if name not in ("param_groups", "state")}]
     settings += [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
     holders += [*optimizer.state.values(), *settings]
-    if not any(_holds(labels, each) for holder in holders for each in holder.values()):
+    if not any(labels.any_of(holder.values()) for holder in holders):  # Adam's betas are a pair
         return
     named: list[tuple[str, str, object]] = [("parameter", *each) for each in module.named_parameters()]
     named += [("buffer", *each) for each in module.named_buffers()]
     named += [("the optimizer's", *each) for held in (*settings, *optimizer.state.values()) for each in held.items()]
-    kind, name = next((kind, name) for kind, name, value in named if _holds(labels, value))
+    kind, name = next((kind, name) for kind, name, value in named if labels.any_of((value,)))
     raise ValueError(
         f"{kind} {name!r} holds something of the examples, which no noise covers: compute it from releases (weights, "
         "epsilon), from the number of the step, or from public data"
     )
-
-
-def _holds(labels: Labels, value: object) -> bool:
-    """Whether this is something of the examples, or has it inside: Adam's betas are a pair."""
-    if type(value) in (list, tuple):
-        return any(_holds(labels, each) for each in value)  # type: ignore[attr-defined]
-    if type(value) is dict:
-        return any(_holds(labels, each) for each in value.values())  # type: ignore[attr-defined]
-    return labels.holds(value)
 
 
 def follows(optimizer: Optimizer) -> bool:

@@ -48,7 +48,10 @@ class Remaining(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._tracking.labels.any_of(args, kwargs) or self._tracking.followed_here():
+        if (
+            not self._tracking.labels.any_of((*args, *kwargs.values()) if kwargs else args)
+            or self._tracking.followed_here()
+        ):
             return function(*args, **kwargs)
         with self._tracking.remaining_followed():
             return function(*args, **kwargs)
@@ -143,7 +146,7 @@ class Tracking:
         elif not leaf.dim() or len(leaf) != rows:
             if leaf.numel():
                 self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
-        elif label is None and self.labels.holds(leaf):
+        elif label is None and self.labels.any_of((leaf,)):
             for place in range(rows):  # beside others in the same memory
                 self.labels.write(leaf[place], Rows(-1, 1, rows, number, place))
         else:

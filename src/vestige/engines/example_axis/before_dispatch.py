@@ -36,6 +36,7 @@ from vestige.engines.example_axis.labels import (
     in_transform,
     mixed,
     tensors_in,
+    top_hooks,
     untransformed,
     users_line,
 )
@@ -93,7 +94,7 @@ class TrackedFunctions(TorchFunctionMode):
         self.tracker, self.inside, self.tokens = tracker, inside, tokens
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = None if top_hooks is None else top_hooks(True)
+        hooks = top_hooks(True)
         if hooks is None or _seen(hooks[0]):
             return self.called(function, types, args, kwargs or {})
         with saved_tensors_hooks(partial(_under, self, hooks[0]), hooks[1]):
@@ -159,7 +160,7 @@ class TrackedFunctions(TorchFunctionMode):
     def watched(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The function's result. What it is given of the examples, and passes to no operator, it has read."""
         tracker, name = self.tracker, function.__name__
-        if tracker.packed and _tells_of_lengths(tracker, function, name, args) and asked_by_user():
+        if tracker.packed and _tells_of_lengths(tracker, function, args) and asked_by_user():
             tracker.note_read(Read(name.strip("_"), users_line()))
         if name in _FACTS or (name == "__get__" and function not in EXPOSING) or isinstance(function, OPERATORS):
             return function(*args, **kwargs)
@@ -193,9 +194,6 @@ def _under(mode: TrackedFunctions, function: Any, *args: Any) -> Any:
         return function(*args)
 
 
-top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
 def _seen(pack: Any) -> bool:
     """Whether a hook of saved tensors is torch's own, or has the mode on: an operator that saves calls it without."""
     ours = isinstance(pack, partial) and pack.func is _under
@@ -216,7 +214,7 @@ def _called(function: Any) -> str:
     return str(function.__self__.__name__ if function.__name__ == "__get__" else function.__name__)
 
 
-def _tells_of_lengths(tracker: Tracker, function: Any, name: str, args: Any) -> bool:
+def _tells_of_lengths(tracker: Tracker, function: Any, args: Any) -> bool:
     """Whether this may show how long packed sequences are together: the size of what is packed, or made of it."""
     if _called(function) not in SIZES:
         return False
@@ -334,7 +332,7 @@ def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
 
 def _in_checkpoint() -> bool:
     """Whether what runs will be computed again, or is, in a backward pass, where a number is a number."""
-    hooks = None if top_hooks is None else top_hooks(True)
+    hooks = top_hooks(True)
     pack = None if hooks is None else hooks[0].args[1] if getattr(hooks[0], "func", None) is _under else hooks[0]
     return (getattr(pack, "__module__", None) or "") == "torch.utils.checkpoint"
 

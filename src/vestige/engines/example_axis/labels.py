@@ -385,13 +385,13 @@ class Labels:
                 found += self.memories(each.values())
         return found
 
-    def any_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether one of the arguments of a function depends on examples; quicker than `memories`."""
+    def any_of(self, given: Iterable[Any]) -> bool:
+        """Whether one of these is, or has inside, a tensor that depends on examples; quicker than `memories`."""
         memory = self._memory
         if not memory:
             return False
         with unseen_by_functions():
-            for each in (*args, *kwargs.values()) if kwargs else args:
+            for each in given:
                 kind = type(each)
                 if kind is Tensor or kind is Parameter:
                     try:
@@ -403,12 +403,6 @@ class Labels:
                 if found:
                     return True
         return False
-
-    def holds(self, value: object) -> bool:
-        """Whether this is a tensor in memory of the examples'; quicker than `get`."""
-        if not isinstance(value, Tensor) or value.layout != torch.strided or not has_own_memory(type(value)):
-            return False
-        return value.untyped_storage()._cdata in self._memory
 
     def _found(self, tensor: Tensor) -> Label | None:
         if in_transform(tensor):
@@ -651,9 +645,9 @@ SPARED = ("transformers/masking_utils.py", "transformers/modeling_utils.py")
 answered."""
 
 
-def spared(function: Callable[..., Any]) -> bool:
+def spared() -> bool:
     """Whether the value is asked for in a place where the answer makes no difference to the result."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OUTSIDE):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.endswith(SPARED)
@@ -729,12 +723,6 @@ class Tracker(TorchDispatchMode):
             memory = self.labels._memory.get(tensor.untyped_storage()._cdata)
         if memory is not None:
             memory.reduction = reduction
-
-    def label_like(self, tensor: Tensor, other: Tensor) -> None:
-        """The tensor has its rows where the other one has them."""
-        label = self.labels.get(other)
-        if label is not None:
-            self.labels.set(tensor, label)
 
     def rows(self, tensor: Tensor) -> Rows | None:
         """The label of a tensor that may be public or rows. Raises `NotApart`."""
@@ -925,13 +913,14 @@ def install_rules(find: Callable[[Any], Rule], linear: Callable[..., Any]) -> No
     _RULES.clear()
 
 
-_top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+top_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""The hooks of saved tensors that are on; not known before torch 2.8."""
 
 
 def kept_elsewhere() -> bool:
-    """Whether saved tensors have hooks other than those of torch's checkpointing; not known before torch 2.8."""
-    hooks = None if _top_hooks is None else _top_hooks(True)
-    return isinstance(hooks, tuple) and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
+    """Whether saved tensors have hooks other than those of torch's checkpointing."""
+    hooks = top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 
 _WRITES: dict[Any, tuple[tuple[int, str], ...]] = {}

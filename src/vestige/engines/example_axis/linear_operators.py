@@ -498,7 +498,7 @@ def _sliced(call: Linear) -> Made:
     else:
         view = torch.ops.aten.slice(whole, op["dim"], op["start"], op["end"], op["step"])
     region = Place.of_view(view, whole)
-    return None if region is None else [(placed(call.parts, call.shape, region, sizes), sizes)]
+    return None if region is None else [(placed(call.parts, region, sizes), sizes)]
 
 
 def _in_entries(call: Linear) -> Made:
@@ -616,7 +616,7 @@ def _joined(op: Op) -> Any:
             part = whole.select(dim, start) if stacked else whole.narrow(dim, start, each.shape[dim])
             region = Place.of_view(part, whole)
             assert region is not None
-            uses += [placed(use, each.shape, region, shape) for use in uses_of(label)]
+            uses += [placed(use, region, shape) for use in uses_of(label)]
             cells[label.cell.count, label.cell.batch] = label.cell
         elif label is not None or not op.tracker.labels.zero(each):
             return None

@@ -157,10 +157,11 @@ def unraised(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, lab
 def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """Python looks at a value, or at a size that depends on values. Where that is noted and not refused, what is made
     of one example alone is that example's."""
-    if func is torch.ops.aten._local_scalar_dense.default and spared(func):
-        return func(*args, **kwargs) if tracker.answer is None else tracker.answer
-    if func is torch.ops.aten._local_scalar_dense.default and (well := argument_checks.answer()) is not None:
-        return well
+    if func is torch.ops.aten._local_scalar_dense.default:
+        if spared():
+            return func(*args, **kwargs) if tracker.answer is None else tracker.answer
+        if (well := argument_checks.answer()) is not None:
+            return well
     tracker.read(func)
     found = func(*args, **kwargs)
     own = of_slices_of_one(labelled)

@@ -260,8 +260,8 @@ def require_unwritten(model: nn.Module, labels: Labels, environment: Environment
             if type(module).get_extra_state is nn.Module.get_extra_state:
                 continue
             with unseen_by_functions():
-                held_too = any(map(labels.holds, tree_leaves(module.get_extra_state())))
-            if held_too:
+                state = tree_leaves(module.get_extra_state())
+            if labels.any_of(state):
                 raise ExampleKept(
                     f"get_extra_state of a {type(module).__name__} gives something of the examples, without noise: it "
                     "would be saved with the model. Leave it out"

@@ -77,7 +77,7 @@ def _rearranged_place(place: Place, before: Sequence[int], order: Sequence[int])
         return None
 
 
-def placed(gradient: Gradient, before: Sequence[int], region: Place, after: Sequence[int]) -> Gradient:
+def placed(gradient: Gradient, region: Place, after: Sequence[int]) -> Gradient:
     """The gradient of a part of something, as one of all of it."""
     if isinstance(gradient, Within) and region.contiguous:
         inner = replace(gradient.place, offset=gradient.place.offset + region.offset)
