@@ -361,3 +361,44 @@ def test_a_public_table_as_long_as_the_batch_is_captured(axis: int):
     replayed, graphs = run(captured=True)
     assert graphs.replays
     assert torch.allclose(plain, replayed, atol=1e-5)
+
+
+class Scored(nn.Module):
+    """Gives its loss and its scores, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x, y):
+        scores = self.layer(x)
+        return F.cross_entropy(scores, y), scores
+
+
+def test_a_loss_may_use_some_of_the_outputs():
+    def run(captured: bool, use: str):
+        torch.manual_seed(1)
+        model, data = Scored(), TensorDataset(torch.randn(60, 5), torch.randint(3, (60,)))
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), noise_multiplier=1e-6,
+            max_grad_norm=0.5, data_loader=DataLoader(data, batch_size=8),
+        )  # fmt: skip
+        with captured_on_cpu() if captured else nullcontext() as graphs:
+            for step, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                loss, scores = model(x, y)
+                own = F.cross_entropy(scores, y)
+                {"both": 0.5 * (loss + own), "loss": loss, "scores": own, "turns": own if step % 2 else loss}[
+                    use
+                ].backward()
+                optimizer.step()
+        assert not captured or graphs.replays > 0
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+
+    first = run(False, "loss")
+    assert first.norm() > 0
+    for captured in (False, True):
+        for use in ("loss", "scores", "both", "turns"):
+            assert torch.allclose(run(captured, use), first, atol=1e-5), (captured, use)

@@ -54,6 +54,7 @@ from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for_certain
 from vestige.privacy_engine.forward_call_arguments import Call
 from vestige.privacy_engine.microbatch_queue import Microbatch
+from vestige.privacy_engine.output_autograd_functions import Signals
 from vestige.privacy_engine.row_labels import Tracking
 from vestige.randomness.generator_states import device_draws, draws_kept, restore_device_draws
 from vestige.tf32 import without_tf32
@@ -126,13 +127,14 @@ class Replay:
         end = self.owner.ends[ending.buffer][: self.rows]
         return end if ending.along is None else end[:, : self.lengths[ending.along]]
 
-    def back(self, signals: Sequence[Tensor]) -> Uses | None:
+    def back(self, signals: Signals) -> Uses | None:
         """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
         if self.owner.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
         for (_, ending), signal in zip(self.endings(), signals, strict=True):
             self.owner.ends[ending.buffer][: self.graphs.rows].zero_()
-            self._own(ending).copy_(signal)
+            if signal is not None:
+                self._own(ending).copy_(signal)
         if self.went_back:
             return self.again()
         self.went_back = True

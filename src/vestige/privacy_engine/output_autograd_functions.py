@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Reached = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+Signals = Sequence[Tensor | None]
+"""What comes back to outputs: None to those that the loss does not use."""
+Reached = Callable[[Signals], Signals]
 
 
 class End(torch.autograd.Function):
@@ -18,10 +20,11 @@ class End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reached: Reached, anchor: Tensor, *outputs: Tensor) -> Any:  # type: ignore[override]
         ctx.reached = reached
+        ctx.set_materialize_grads(False)  # of logits beside a loss, say, zeros would be large
         return tuple((each if each.is_complex() else each.float()).detach() for each in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> Any:
+    def backward(ctx: Any, *signals: Tensor | None) -> Any:
         return None, None, *ctx.reached(signals)
 
 

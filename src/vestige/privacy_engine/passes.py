@@ -46,7 +46,7 @@ from vestige.privacy_engine.microbatch_queue import (
     require_no_accumulation,
 )
 from vestige.privacy_engine.optimizer_parameter_checks import require_noised
-from vestige.privacy_engine.output_autograd_functions import End, NotPerExample
+from vestige.privacy_engine.output_autograd_functions import End, NotPerExample, Signals
 from vestige.privacy_engine.padding_in_loss_divisor import Lengths, Shapes
 from vestige.privacy_engine.row_labels import Tracking, following
 from vestige.processes.distributed_setup import fsdp_in, silence_wrapper
@@ -541,9 +541,7 @@ class Passes:
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def _reached(
-        self, opened: Open, part: Microbatch | None, outputs: Sequence[Output], signals: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
+    def _reached(self, opened: Open, part: Microbatch | None, outputs: Sequence[Output], signals: Signals) -> Signals:
         """A backward pass has come to the outputs of the model: what goes on from there, if the pass was not captured.
 
         What comes back to a row is multiplied by the number of rows where the loss is a mean: that is the gradient of
@@ -562,7 +560,7 @@ class Passes:
                 "(num_workers of the loader fetches ahead)"
             )
         for (label, _, _), signal in zip(outputs, signals, strict=True):
-            own = self.tracking.label(signal)
+            own = None if signal is None else self.tracking.label(signal)
             if isinstance(own, Mixed):
                 raise ValueError(f"the loss is not each row's own: {own}. {_way_out(own)}")
             if own is not None and own != label:
@@ -584,11 +582,15 @@ class Passes:
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(self._finish, opened, part, task)
         )
-        back = []
+        back: list[Tensor | None] = []
         for (label, factor, dtype), signal in zip(outputs, signals, strict=True):
+            if signal is None:
+                back.append(None)
+                continue
             whole = (signal if isinstance(factor, int) and factor == 1 else signal * factor).to(dtype)
-            back.append(whole if self.tracking.label(whole) is not None else whole.clone())  # the same for all rows
-            self.tracking.labels.set(back[-1], label)
+            whole = whole if self.tracking.label(whole) is not None else whole.clone()  # the same for all rows
+            self.tracking.labels.set(whole, label)
+            back.append(whole)
         if opened.replay is None:
             return back
         if opened.replay.went_back:  # the graphs' memory is for one backward pass
