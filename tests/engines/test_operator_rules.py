@@ -18,9 +18,10 @@ from torch import Tensor
 
 from vestige.engines.example_axis import labels as example_axis
 from vestige.engines.example_axis import rules as operator_rules
-from vestige.engines.example_axis.labels import Labels, Mixed, Rows, Tracker
+from vestige.engines.example_axis.labels import Labels, Mixed, Rows, SumCell, Summed, Tracker
 from vestige.engines.example_axis.rules import Op, ruled
 from vestige.engines.per_example import recurrence_operator  # noqa: F401  (its operators)
+from vestige.engines.per_example.gradient_forms import Dense
 
 aten = torch.ops.aten
 SIZES = ((2, 2, 1), (3, 3, 1), (2, 4, 2))
@@ -532,9 +533,29 @@ def test_rows_of_two_batches_are_not_each_others(combine):
 
 
 @pytest.mark.parametrize(
+    "combine",
+    [
+        torch.add,
+        lambda one, other: torch.cat([one, other]),
+        lambda one, other: torch.where(torch.tensor([True, False, True]), one, other),
+        lambda one, other: one[:2].copy_(other[:2]),
+    ],
+)
+def test_sums_over_two_batches_are_no_sum_over_one(combine):
+    tracker, sums = Tracker(strict=False), []
+    with tracker:
+        for batch in (1, 1, 2):
+            cell = SumCell([Dense(torch.rand(4, 3, 3))], 4, batch)
+            sums.append(tracker.stand_in(torch.empty(0), (3, 3), Summed(cell)))
+        assert isinstance(tracker.labels.get(combine(sums[0], sums[1])), Summed)
+        assert isinstance(tracker.labels.get(combine(sums[0], sums[2])), Mixed)
+
+
+@pytest.mark.parametrize(
     "spread",
     [
         lambda x, y: torch.addmm(y[0, 0], x[:, 0], torch.rand(3, 3)),  # as many examples as columns
+        lambda x, y: torch.addmm(x[:1, 0], x[:, 0], torch.rand(3, 3)),
         lambda x, y: torch.baddbmm(y[0], x, x),
         lambda x, y: x.clone().index_put_((torch.arange(3),), y[0]),
         lambda x, y: x.clone().index_put_((torch.arange(3),), y[:1]),

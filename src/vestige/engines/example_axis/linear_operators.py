@@ -259,15 +259,6 @@ def _write(label: Summed, uses: Uses) -> None:
     cell.known.clear()
 
 
-def _put(op: Op, uses: Uses) -> Any:
-    """What an operator makes of its first argument, in place."""
-    label = op.tracker.labels.get(op["self"])
-    if not isinstance(label, Summed):
-        return None
-    _write(label, uses)
-    return op["self"]
-
-
 def _copied(op: Op) -> Any:
     """A sum into memory that is zero, or into a part of another sum; or zeros into a part of a sum."""
     into, source, labels = op["self"], op["src"], op.tracker.labels
@@ -275,10 +266,13 @@ def _copied(op: Op) -> Any:
     if into.shape != source.shape or into.layout != torch.strided:
         return None
     if isinstance(own, Summed):
-        if label is None and labels.zero(source):
-            return _put(op, tuple(times(use, 0.0) for use in uses_of(own)))
-        alike = isinstance(label, Summed) and (label.cell.count, label.cell.batch) == (own.cell.count, own.cell.batch)
-        return _put(op, uses_of(label)) if alike else None  # type: ignore[arg-type]
+        if isinstance(label, Summed):
+            _write(own, uses_of(label))
+        elif label is None and labels.zero(source):
+            _write(own, tuple(times(use, 0.0) for use in uses_of(own)))
+        else:
+            return None
+        return into
     if not isinstance(label, Summed) or (own is not None and not covers(into)):
         return None
     whole = into.new_empty(0).set_(into.untyped_storage())
@@ -298,7 +292,9 @@ def _copied(op: Op) -> Any:
 
 
 def _made_of(op: Op) -> Any:
-    name = op.name.rstrip("_")
+    name, about = op.name.rstrip("_"), [label.cell if isinstance(label, Summed) else label for _, label in op.labelled]
+    if len({(each.count, each.batch) for each in about}) > 1:
+        return None
     if name in ("add", "sub"):
         return _added(op)
     if name in ("cat", "stack"):
@@ -562,8 +558,6 @@ def _added(op: Op) -> Any:
         second = Summed(SumCell((), first.cell.count, first.cell.batch))
     if not isinstance(first, Summed) or not isinstance(second, Summed) or one.shape != other.shape:
         return None
-    if (first.cell.count, first.cell.batch) != (second.cell.count, second.cell.batch):
-        return None
     uses = uses_of(second) if alpha == 1 else tuple(times(use, alpha) for use in uses_of(second))
     both = added(uses_of(first), uses)
     return _stand_in(op.tracker, one, one.shape, both, first.cell)
@@ -581,9 +575,7 @@ def _chosen(op: Op) -> Any:
     uses: Uses = ()
     for given, here in ((op["self"], mask), (op["other"], ~mask)):
         label = op.tracker.labels.get(given)
-        if isinstance(label, Summed) and (
-            cell is None or (cell.count, cell.batch) == (label.cell.count, label.cell.batch)
-        ):
+        if isinstance(label, Summed):
             cell, rank = label.cell, len(shape) - given.dim()
 
             def back(dense: Tensor, here: Tensor = here, rank: int = rank) -> Tensor:
@@ -609,7 +601,7 @@ def _joined(op: Op) -> Any:
     """Side by side, or one upon the other."""
     tensors, shape, stacked = op["tensors"], tuple(shape_of(op)), op.name == "stack"
     dim, start, uses = op.given.get("dim", 0) % len(shape), 0, []
-    labels, cells = [op.tracker.labels.get(each) for each in tensors], {}
+    labels, cell = [op.tracker.labels.get(each) for each in tensors], None
     whole = torch.empty(shape, device="meta")
     for each, label in zip(tensors, labels, strict=True):
         if isinstance(label, Summed):
@@ -617,13 +609,11 @@ def _joined(op: Op) -> Any:
             region = Place.of_view(part, whole)
             assert region is not None
             uses += [placed(use, region, shape) for use in uses_of(label)]
-            cells[label.cell.count, label.cell.batch] = label.cell
+            cell = label.cell
         elif label is not None or not op.tracker.labels.zero(each):
             return None
         start += 1 if stacked else each.shape[dim] if each.dim() == len(shape) else 0
-    if len(cells) > 1:
-        return None
-    return _stand_in(op.tracker, op.labelled[0][0], shape, tuple(uses), next(iter(cells.values())))
+    return None if cell is None else _stand_in(op.tracker, op.labelled[0][0], shape, tuple(uses), cell)
 
 
 RULES: dict[str, Callable[[Linear], Made]] = {
