@@ -62,6 +62,7 @@ NUMBERS = {
     "scales rows": lambda h, x: (h * h.abs().mean()).sum(),
     "centres rows": lambda h, x: (h.sum(1) - h.sum(1).mean()).square().mean(),
     "sum over rows": lambda h, x: h.square().sum() / len(h),
+    "torch's sum, over rows": lambda h, x: F.mse_loss(h, x[:, :3], reduction="sum") / len(h),
     "sum over numbers": lambda h, x: (1 / h.numel()) * h.square().sum(),
     "stacked with one number": lambda h, x: torch.stack([h.square().mean(), torch.zeros((), dtype=h.dtype)]).sum(),
     "in a checkpoint": lambda h, x: checkpoint(lambda z: (z.square().mean() + 0.1).sqrt(), h, use_reentrant=False),
@@ -145,6 +146,58 @@ def test_the_user_gets_the_numbers_that_the_model_would_have_made(name):
             assert outputs[key].shape == ()
             torch.testing.assert_close(outputs[key].detach(), expected.detach(), check_dtype=False)
         torch.testing.assert_close(outputs["half"].detach(), plain(x)["half"].detach())
+
+
+class Keeping(nn.Module):
+    """Keeps its loss, to be looked at outside or used in the next pass."""
+
+    def __init__(self, use=lambda loss, before: loss):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.use, self.kept = nn.Linear(5, 3), use, []
+
+    def forward(self, x):
+        loss = (self.layer(x) - x[:, :3]).square().mean()
+        used = self.use(loss, self.kept[-1]) if self.kept else loss
+        self.kept.append(loss.detach())
+        return used
+
+
+def test_a_loss_that_a_model_keeps_is_a_number_outside():
+    x = torch.randn(60, 5, generator=torch.Generator().manual_seed(1))
+    _, model, optimizer, loader = private(Keeping(), (x,))
+    expected = []
+    for (x,) in loader:
+        with torch.no_grad():
+            expected.append((model.layer(x) - x[:, :3]).square().mean())
+        optimizer.zero_grad()
+        loss = model(x)
+        assert model.kept[-1].shape == expected[-1].shape
+        loss.backward()
+        assert f"{model.kept[-1]:.4f}" == f"{expected[-1]:.4f}"
+        optimizer.step()
+        assert float(model.kept[-1]) == pytest.approx(float(expected[-1]))
+    torch.testing.assert_close(torch.stack(model.kept), torch.stack(expected))
+    assert sum(model.kept).item() == pytest.approx(sum(expected).item())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss, before: loss * (1 + before),
+        lambda loss, before: loss / (0.1 + before),
+        lambda loss, before: torch.stack([loss, before]).mean(),
+    ],
+    ids=["weight", "divisor", "mean"],
+)
+def test_a_loss_of_an_earlier_batch_is_everybodys_in_the_next(use):
+    x = torch.randn(60, 5, generator=torch.Generator().manual_seed(1))
+    _, model, optimizer, loader = private(Keeping(use), (x,))
+    batches = iter(loader)
+    model(next(batches)[0]).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"mean at .*test_losses_of_models.py:\d+ is a reduction over the batch"):
+        model(next(batches)[0]).backward()
 
 
 def test_a_number_that_is_only_looked_at_hinders_no_training():

@@ -521,7 +521,7 @@ class CapturedForm:
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)
             along = next((name for name, own in self.to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
-            kept.append(Ending(buffers, label, tracker.kind_of_reduction(leaf), along))
+            kept.append(Ending(buffers, label, tracker.reduction(leaf), along))
             buffers += 1
         if not buffers:
             raise NotCapturable("no output of the model has a row for each example")

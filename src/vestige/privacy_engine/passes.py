@@ -511,7 +511,7 @@ class Passes:
                 found[place] = NotPerExample.apply(ANCHOR, _for_user(leaf.detach(), tracker), why)
         if not places:
             raise NotApart(refused[0] if refused else "no output of the model has a row for each example")
-        reductions = [tracker.kind_of_reduction(found[place]) for place in places]
+        reductions = [tracker.reduction(found[place]) for place in places]
         return tree_unflatten(self._with_ends(opened, found, places, labels, reductions), shape)
 
     def _with_ends(
@@ -537,6 +537,8 @@ class Passes:
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
             self.tracking.labels.set(end, label)
             found[place] = reduced(end, label, reduction)
+            if reduction is not None:  # the model may have kept it, and gives the number to whoever looks
+                self.tracking.tracker.mark_reduced(end, reduction)
         return found
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -653,7 +655,7 @@ OWN_LOSS = (
 
 
 def _for_user(output: Tensor, tracker: Tracker) -> Tensor:
-    return reduced(output, tracker.labels.get(output), tracker.kind_of_reduction(output))
+    return reduced(output, tracker.labels.get(output), tracker.reduction(output))
 
 
 def _weights(part: Microbatch) -> NDArray[np.float32]:

@@ -275,7 +275,8 @@ class Tracking:
                 entered.enter_context(tracker)
                 entered.enter_context(functions)
             before = functions.inside, tracker.strict, tracker.reduced  # a model may call itself
-            tracker.strict, tracker.reduced = True, before[0] and before[2]
+            tracker.strict = True
+            tracker.reduced = (before[0] and before[2]) or tracker.keeps_reductions()
             functions.inside, turn, self.labels.turn = True, self.labels.turn, tracker
             try:
                 yield tracker

@@ -28,7 +28,6 @@ from vestige.engines.example_axis.labels import (
     Label,
     NotApart,
     Read,
-    Reduction,
     Rows,
     Tracker,
     asked_by_user,
@@ -111,7 +110,8 @@ class TrackedFunctions(TorchFunctionMode):
                     f"a value of the examples that was read at {each.where} is used again at {users_line()}: no noise "
                     "covers what follows from it. Compute with tensors, row by row, or with public numbers"
                 )
-        if self.inside and self.tracker.reduced:
+        tracker = self.tracker
+        if tracker.reduced if self.inside else tracker.kept and tracker.labels.turn is None:
             args, kwargs = self._as_numbers(function, args, kwargs)
         handler = HANDLERS.get(function)
         if handler is not None:
@@ -119,8 +119,8 @@ class TrackedFunctions(TorchFunctionMode):
         return self.watched(function, types, args, kwargs)
 
     def _as_numbers(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The arguments, where a loss over the batch is the number that it is to the model, unless the function does
-        nothing but arithmetic with it: then it stays a number for each example."""
+        """The arguments, where a loss over the batch is the number that it is to the model, unless the function is
+        called in the model and does nothing but arithmetic with it: then it stays a number for each example."""
         tracker = self.tracker
         given = [each for each in tensors_in((args, kwargs)) if not in_transform(each)]
         if not any(tracker.reduction(each) is not None for each in given):
@@ -136,7 +136,7 @@ class TrackedFunctions(TorchFunctionMode):
         def number(each: Any) -> Any:
             known = tracker.reduction(each) if isinstance(each, Tensor) and not in_transform(each) else None
             label = None if known is None else tracker.labels.get(each)
-            return each if known is None else reduced(each, label, "sum" if differentiated else known.kind)
+            return each if known is None else reduced(each, label, "sum" if differentiated else known)
 
         return tree_map(number, (args, kwargs))
 
@@ -144,18 +144,20 @@ class TrackedFunctions(TorchFunctionMode):
         """Whether a function does no more than arithmetic with losses over the batch, and public numbers. A sum that is
         scaled may be divided by the number of rows, which nobody can tell from other numbers."""
         name = _called(function)
-        if name not in ARITHMETIC:
+        if not self.inside or name not in ARITHMETIC:
             return False
         with unseen_by_functions():
             kinds = [self.tracker.reduction(each) for each in given]
+            labels = [self.tracker.labels.get(each) for each in given]
             public = all(
-                each.numel() == 1 and self.tracker.labels.get(each) is None
-                for each, kind in zip(given, kinds, strict=True)
+                each.numel() == 1 and label is None
+                for each, label, kind in zip(given, labels, kinds, strict=True)
                 if kind is None
             )
-        sums = sum(kind is not None and kind.kind == "sum" and kind.own for kind in kinds)
+        batches = {label.batch for label in labels if isinstance(label, Rows)}  # a model may have kept earlier ones
+        sums = kinds.count("sum")
         scaled = name.strip("_") in SCALING and sums == 1 and (None in kinds or len(kinds) < len(args))
-        return public and not scaled and not (name == "stack" and None in kinds)
+        return public and len(batches) <= 1 and not scaled and not (name == "stack" and None in kinds)
 
     def watched(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The function's result. What it is given of the examples, and passes to no operator, it has read."""
@@ -303,7 +305,7 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if reduction == "mean":
         losses = _averaged(mode, function, args, kwargs, each, losses, own)
     if mode.inside:
-        mode.tracker.mark_reduced(losses, Reduction(reduction))
+        mode.tracker.mark_reduced(losses, reduction)
         return losses
     whole = losses.mean() if reduction == "mean" else losses.sum()
     if whole.grad_fn is not None:
@@ -326,7 +328,7 @@ def _over_all(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str
         losses = losses / numbers
     elif losses is tensor:
         losses = losses.clone()  # rows themselves are not reduced
-    tracker.mark_reduced(losses, known or Reduction(function.__name__, own=True))
+    tracker.mark_reduced(losses, known or function.__name__)
     return losses
 
 

@@ -213,19 +213,11 @@ def _extent(view: View) -> tuple[int, int]:
     return width * offset, width * last + width - 1
 
 
-class Reduction(NamedTuple):
-    """How a model would have reduced what has a number for each example here: a loss over the batch."""
-
-    kind: str
-    """ "mean" or "sum"."""
-    own: bool = False
-    """Whether not by a loss of torch's."""
-
-
 class Memory:
     """What is known of one storage, by the label of one view of it."""
 
-    reduction: Reduction | None = None
+    reduction: str | None = None
+    """How a model would have reduced what has a number for each example here, by "mean" or "sum": a loss."""
 
     def __init__(self, storage: UntypedStorage, view: View, label: Label) -> None:
         self.ref = StorageWeakRef(storage)
@@ -669,7 +661,10 @@ class Tracker(TorchDispatchMode):
         self.reductions: set[str] = set()
         """How losses of a loop were reduced over the batch."""
         self.reduced = False
-        """Whether a model has reduced something over the batch (`Reduction`) since its forward pass began."""
+        """Whether a model has reduced something over the batch (`Memory.reduction`) since its forward pass began, or
+        has kept what it reduced before."""
+        self.kept: list[StorageWeakRef] = []
+        """The memory of what models have reduced, as long as somebody holds it."""
         self.draw: float | None = None
         """What is drawn on the host in place of a number between 0 and 1, to see whether that decides anything."""
         self.sequence: list[Any] | None = None
@@ -705,24 +700,27 @@ class Tracker(TorchDispatchMode):
         node = torch._C._current_autograd_node() if self.spans else None
         return node is not None and any(first <= node._sequence_nr() < last for first, last in self.spans)
 
-    def reduction(self, tensor: Tensor) -> Reduction | None:
-        if not self.reduced or tensor.layout != STRIDED or not has_own_memory(type(tensor)):
+    def keeps_reductions(self) -> bool:
+        """Whether something that a model has reduced is still held."""
+        self.kept = [each for each in self.kept if not each.expired()]
+        return bool(self.kept)
+
+    def reduction(self, tensor: Tensor) -> str | None:
+        """How a model would have reduced this."""
+        if not self.kept or tensor.layout != STRIDED or not has_own_memory(type(tensor)):
             return None
         with unseen_by_functions():
             memory = self.labels._memory.get(tensor.untyped_storage()._cdata)
         return None if memory is None else memory.reduction
 
-    def kind_of_reduction(self, tensor: Tensor) -> str | None:
-        found = self.reduction(tensor)
-        return None if found is None else found.kind
-
-    def mark_reduced(self, tensor: Tensor, reduction: Reduction) -> None:
+    def mark_reduced(self, tensor: Tensor, reduction: str) -> None:
         """In place of one number for the batch the tensor has one for each example."""
         self.reduced = True
         with unseen_by_functions():
             memory = self.labels._memory.get(tensor.untyped_storage()._cdata)
         if memory is not None:
             memory.reduction = reduction
+            self.kept.append(memory.ref)
 
     def rows(self, tensor: Tensor) -> Rows | None:
         """The label of a tensor that may be public or rows. Raises `NotApart`."""
@@ -814,15 +812,15 @@ class Tracker(TorchDispatchMode):
                     self.mark_reduced(each, reduction)
         return found
 
-    def _reduction_of(self, func: Any, args: Any) -> Reduction | None:
+    def _reduction_of(self, func: Any, args: Any) -> str | None:
         """What is made of reduced losses alone is one, too."""
         given = [each for each in tensors_in(args) if each.dim() and self.labels.get(each) is not None]
         kinds = [kind for kind in map(self.reduction, given) if kind is not None]
         if not kinds or len(kinds) < len(given):
             return None
         if len(kinds) > 1 and func.overloadpacket.__name__ in ("div", "div_"):
-            return kinds[0]._replace(kind="mean")  # over numbers that are each example's own
-        return next((each for each in kinds if each.kind == "mean"), kinds[0])
+            return "mean"  # over numbers that are each example's own
+        return "mean" if "mean" in kinds else kinds[0]
 
     def _write(self, written: Sequence[Tensor], label: Label | None, args: Any) -> set[int]:
         """The storages of what was written, which have new labels."""
