@@ -329,7 +329,7 @@ def test_public_outputs_are_no_examples_and_are_cut_where_they_have_rows(kind, m
                 predicted, public = model(x)
                 assert public.shape == ((len(x), 3) if kind == "of rows" else (5,))
                 target = public if kind == "of rows" else public[:3]
-                F.mse_loss(predicted, target.expand_as(predicted)).backward()
+                (F.mse_loss(predicted, target.expand_as(predicted)) * (1 + public.mean())).backward()
                 optimizer.step()
         return torch.cat([p.detach().flatten() for p in model.parameters()]) - before, graphs
 
@@ -337,6 +337,32 @@ def test_public_outputs_are_no_examples_and_are_cut_where_they_have_rows(kind, m
     replayed, graphs = run(captured=True)
     assert (graphs.replays > 0) == (kind == "of rows")
     assert plain.norm() > 0
+    assert torch.allclose(plain, replayed, atol=1e-6)
+
+
+class Gated(Tiny):
+    """Keeps weights of the rows, or a loss, where no attribute changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        self.kept.update(gate=outputs.detach().sigmoid()[:, 0], loss=outputs.square().mean())
+        return outputs
+
+
+@pytest.mark.parametrize("use", ["gate", "loss"])
+def test_a_model_that_keeps_activations_for_the_loop_is_not_captured(use):
+    def backward(loss, model, x, y):
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        ((losses * model.kept["gate"]).mean() if use == "gate" else losses.mean() + model.kept["loss"]).backward()
+
+    plain, _ = loop(backward=backward, captured=False, model=Gated)
+    with pytest.warns(UserWarning, match="cannot be captured .the model keeps activations of its passes"):
+        replayed, graphs = loop(backward=backward, model=Gated)
+    assert not graphs.replays
     assert torch.allclose(plain, replayed, atol=1e-6)
 
 

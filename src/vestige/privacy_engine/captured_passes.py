@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -43,7 +43,7 @@ from vestige.engines.cuda_graphs import (
     padded_size,
     precision,
 )
-from vestige.engines.example_axis.labels import NotApart, Rows, without_modes
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Summed, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
@@ -77,11 +77,11 @@ class NotReturned:
 
 @dataclass(frozen=True)
 class Ending:
-    """An output that holds the examples: which buffer it is in, its label, how a loss was to be reduced, and the name
-    of the argument whose length its second axis has, if any."""
+    """An output with a row for each example: which buffer it is in, its label (none if it is public, as drawn noise
+    is), how a loss was to be reduced, and the name of the argument whose length its second axis has, if any."""
 
     buffer: int
-    label: Rows
+    label: Rows | None
     reduction: str | None
     along: str | None
 
@@ -120,8 +120,10 @@ class Replay:
         found = [self._own(leaf).clone() if isinstance(leaf, Ending) else leaf for leaf in leaves]
         return found, self.graphs.tree
 
-    def endings(self) -> list[tuple[int, Ending]]:
-        return [(place, leaf) for place, leaf in enumerate(self.graphs.outputs) if isinstance(leaf, Ending)]
+    def endings(self) -> list[tuple[int, Ending, Rows]]:
+        """The outputs that depend on the examples, with their places and labels."""
+        outputs = enumerate(self.graphs.outputs)
+        return [(place, leaf, leaf.label) for place, leaf in outputs if isinstance(leaf, Ending) and leaf.label]
 
     def _own(self, ending: Ending) -> Tensor:
         end = self.owner.ends[ending.buffer][: self.rows]
@@ -131,7 +133,7 @@ class Replay:
         """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
         if self.owner.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
-        for (_, ending), signal in zip(self.endings(), signals, strict=True):
+        for (_, ending, _), signal in zip(self.endings(), signals, strict=True):
             self.owner.ends[ending.buffer][: self.graphs.rows].zero_()
             if signal is not None:
                 self._own(ending).copy_(signal)
@@ -431,8 +433,8 @@ class CapturedForm:
     # --- capturing ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """The first rows alone, proved; nothing is left of it."""
-        with without_modes(), draws_kept(self.device):  # those of the loop
+        """The first rows alone, proved; nothing is left of it. Raises `NotCapturable` if the model keeps something."""
+        with self._nothing_kept(), without_modes(), draws_kept(self.device):  # those of the loop
             self._run_all(self._first)
         give_back(self.device)
 
@@ -446,12 +448,16 @@ class CapturedForm:
     def capture(self, rows: int) -> None:
         """Raises where that cannot be."""
         self._count.fill_(rows)
-        with without_modes(), draws_kept(self.device):
+        with self._nothing_kept(), without_modes(), draws_kept(self.device):
             tracker = self.owner.tracking.tracker
             capture_proved(lambda: self._capture(rows), lambda: self._run_all(rows), self.device, tracker)
             if self._public and rows > 1:  # Is it as long as the batch by chance? Raises if so.
                 self._run_forward(rows - 1)
                 self._live = None
+
+    def _nothing_kept(self) -> AbstractContextManager[None]:
+        """What the loop takes from the model beside its outputs would be that of the pass that was captured."""
+        return self.owner.tracking.labels.nothing_kept(NotCapturable("the model keeps activations of its passes"))
 
     def _capture(self, rows: int) -> None:
         shown: list[tuple[list[Any], TreeSpec]] = []
@@ -514,16 +520,16 @@ class CapturedForm:
                 kept.append(leaf if isinstance(leaf, PLAIN) else NotReturned())
                 continue
             label = tracker.labels.get(leaf)
-            if label is None and not leaf.requires_grad and leaf.dim() and len(leaf) == rows:
-                label, self._public = Rows(0, 1, rows, self._batch), True  # noise that was drawn, say
-            first = isinstance(label, Rows) and (*label[:2], *label[3:]) == (0, 1, self._batch, 0) and len(leaf) == rows
-            if not first or not leaf.is_floating_point():
+            public = label is None and not leaf.requires_grad  # noise that was drawn, say
+            first = isinstance(label, Rows) and (*label[:2], *label[3:]) == (0, 1, self._batch, 0)
+            if not (public or first) or not leaf.dim() or len(leaf) != rows or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")
-            assert isinstance(label, Rows)
+            assert not isinstance(label, Mixed | Summed)
+            self._public = self._public or public
             along = next((name for name, own in self.to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
             kept.append(Ending(buffers, label, tracker.reduction(leaf), along))
             buffers += 1
-        if not buffers:
+        if not any(isinstance(each, Ending) and each.label for each in kept):
             raise NotCapturable("no output of the model has a row for each example")
         return kept
 

@@ -476,10 +476,10 @@ class Passes:
         opened = Open(label.count, label.batch, self._shapes(call), replay=replay)
         found, shape = replay.outputs()
         endings = replay.endings()
-        labels = [ending.label._replace(count=label.count, batch=label.batch) for _, ending in endings]
-        reductions = [ending.reduction for _, ending in endings]
+        labels = [own._replace(count=label.count, batch=label.batch) for _, _, own in endings]
+        reductions = [ending.reduction for _, ending, _ in endings]
         return tree_unflatten(
-            self._with_ends(opened, found, [place for place, _ in endings], labels, reductions), shape
+            self._with_ends(opened, found, [place for place, _, _ in endings], labels, reductions), shape
         )
 
     def _shapes(self, call: Call) -> Shapes:

@@ -17,6 +17,7 @@ function of public values and, for each entry, of that entry's example. Backward
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -584,6 +585,20 @@ class Labels:
         has no numbers."""
         self.prune()
         return not self._memory.keys() - self.sums.keys() <= {each.untyped_storage()._cdata for each in besides}
+
+    @contextmanager
+    def nothing_kept(self, otherwise: Exception) -> Iterator[None]:
+        """Raise `otherwise` if memory of examples that is made inside is still held afterwards."""
+        self.prune()
+        before = self._memory.keys() - self.sums.keys()
+        yield
+        for collected in (False, True):
+            self.prune()
+            if self._memory.keys() - self.sums.keys() <= before:
+                return
+            if not collected:
+                gc.collect()
+        raise otherwise
 
     def clear(self) -> None:
         self._memory.clear()
