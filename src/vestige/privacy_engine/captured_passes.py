@@ -43,7 +43,7 @@ from vestige.engines.cuda_graphs import (
     padded_size,
     precision,
 )
-from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Summed, without_modes
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Summed, top_hooks, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
@@ -241,6 +241,8 @@ class CapturedPasses:
             return None
         if self._room is not None and self._room.within is not None:
             return None
+        if top_hooks(True) is not None:
+            return None  # what is saved of the call is kept elsewhere, or computed again (checkpointing)
         if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in call.leaves):
             return None
         tensors = {place: leaf for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
