@@ -76,9 +76,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: a garbage collection need not look at it again, and takes milliseconds, not half a
-    second."""
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_stays() -> None:
+    """What was imported, or made before this file, stays: a garbage collection need not look at it again, and takes
+    milliseconds, not half a second."""
     gc.collect()
     gc.freeze()
 
@@ -111,18 +112,23 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_loop_stays_on() -> None:
-    """A loop that ended in an error is followed until its engine is gone. What a test keeps of it would slow down all
-    tests after it."""
+    """A loop that ended in an error is followed until its engine is gone, and one that rests as long as something of its
+    examples is. What a test keeps of them would slow down all tests after it."""
     if torch._C._len_torch_dispatch_stack():
         torch.ones(1, requires_grad=True).sum().backward()  # autograd keeps what failed until the next pass
     for generation in (1, 2):  # most of it is young
         if torch._C._len_torch_dispatch_stack():
             gc.collect(generation)
             Tracking.clean_up()
+    for loop in Tracking._at_rest[:]:
+        if not loop._off():  # of another thread
+            loop._rested()
     while torch._C._len_torch_dispatch_stack():
         _pop_mode()
     while torch._C._len_torch_function_stack():
         _pop_function_mode()
+    for kept in (Tracking._over, Tracking._several, Tracking.labels.trackers, Tracking.labels):
+        kept.clear()
     torch._C._set_multithreading_enabled(True)
 
 

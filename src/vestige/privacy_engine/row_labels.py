@@ -66,8 +66,8 @@ class Tracking:
     _numbers: ClassVar[Iterator[int]] = count(1)
     _several: ClassVar[dict[int, bool]] = {}
     """Of each thread in which modes are on: whether autograd had threads of its own before."""
-    _at_rest: ClassVar[list[Tracker]] = []
-    """Those of loops that follow what remains of the examples, whose loop they may be: all note what is read of it."""
+    _at_rest: ClassVar[list[Tracking]] = []
+    """Loops that follow what remains of the examples, whose loop they may be: all note what is read of it."""
     _over: ClassVar[list[Tracking]] = []
     """Those whose owner was lost while a mode was at work: the next ones take their modes off."""
 
@@ -191,11 +191,11 @@ class Tracking:
         self._pause()
         if self._on is None and self.labels.alive():
             self._on, self._resting = threading.get_ident(), True
-            self._at_rest.append(self.tracker)
+            self._at_rest.append(self)
             self._remaining.__enter__()
 
     def _rested(self) -> None:
-        self._at_rest.remove(self.tracker)
+        self._at_rest.remove(self)
         self._on, self._resting = None, False
 
     def followed_here(self) -> bool:
@@ -207,7 +207,7 @@ class Tracking:
         """Inside, all operators are followed, for all loops at rest."""
         here, before = threading.get_ident(), self.labels.trackers[:]
         self._several[here] = torch.autograd.is_multithreading_enabled()
-        self.labels.trackers += self._at_rest
+        self.labels.trackers += [each.tracker for each in self._at_rest]
         try:
             with torch.autograd.set_multithreading_enabled(False), self.tracker, self.functions:
                 yield
