@@ -8,6 +8,7 @@ are as many as anything else; and an example may have several entries, side by s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -309,6 +310,7 @@ def calls() -> dict[str, list[Call]]:
         Call(lambda y, m, w: _steps_back("GRU", 3, y, None, torch.ones_like(y), w, going=m[..., :1]), "f4 b4 f3"),
         Call(lambda y, x, p: _steps_back("LSTM", 4, y, None, x, p, projection=p), "f4 f4 f3"),
     ]
+    made["recurrent layers"] = [Call(lambda x, b=b: _frozen(x.shape[-1], b)(x.float())[0], "f3") for b in (False, True)]
     made["searchsorted"] = [Call(lambda e, x: torch.searchsorted(e.sort(-1)[0], x), "f2 f2")]
     made["searchsorted"] += [Call(lambda e, x: torch.bucketize(x, e), "f1 f2")]
     return made
@@ -332,6 +334,11 @@ def _steps_back(mode: str, gates: int, y: Tensor, last: Any, x: Tensor, w: Tenso
     saved = _steps(mode, gates, x, None, None, w, **given)
     found = torch.ops.vestige.recurrence_backward(mode, y, last, torch.cat([w] * gates, 1), *options, saved)
     return list(found)
+
+
+@cache
+def _frozen(width: int, batch_first: bool) -> torch.nn.LSTM:
+    return torch.nn.LSTM(width, 2, batch_first=batch_first).requires_grad_(False)
 
 
 CALLS = calls()

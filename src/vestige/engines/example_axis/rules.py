@@ -575,7 +575,7 @@ def attention(op: Op) -> Given:
 def recurrent(op: Op) -> Given:
     """A frozen recurrent layer over [time, examples, width], or batch first; states are [layers, examples, width]."""
     label = op.label("input")
-    first = bool(op.given.get("batch_first"))
+    first = bool(op["batch_first"]) and op.name == "_cudnn_rnn"  # oneDNN is given time first, whatever it is told
     states = {"hx", "cx", "hx_", "cx_"} & set(op.given)
     others = [name for name in op.given if name not in (*states, "input", "weight")]
     tables = op.given.get("weight") or ()
