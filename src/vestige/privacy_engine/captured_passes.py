@@ -22,11 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.capture_guards import (
-    KnownModules,
-    NotCapturable,
-    state_fingerprint,
-)
+from vestige.engines.capture_guards import HOOKS, NUMBERS, KnownModules, NotCapturable, state_fingerprint
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
     CaptureCosts,
@@ -62,7 +58,7 @@ from vestige.tf32 import without_tf32
 Uses = dict[str, list[Gradient]]
 Lengths = Mapping[str, int]
 """Of texts among the arguments, by name."""
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+PLAIN = (*NUMBERS, type(None))
 
 
 class NotReturned:
@@ -604,9 +600,8 @@ def _edge(output: Tensor) -> Tensor | GradientEdge:
 
 def _hooked(module: nn.Module) -> bool:
     """Whether submodules have hooks, which a replay would skip."""
-    stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     inner = (each for each in module.modules() if each is not module)
-    return any(not _harmless(hook) for each in inner for store in stores for hook in getattr(each, store).values())
+    return any(not _harmless(hook) for each in inner for store in HOOKS for hook in getattr(each, store).values())
 
 
 def _harmless(hook: Any) -> bool:
