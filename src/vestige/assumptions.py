@@ -39,6 +39,8 @@ class Assumption:
 
 ONLY_ASSUMED: tuple[Status, ...] = ("assumed",)
 NEVER_CHECKED: tuple[Status, ...] = ("not needed", "assumed")
+IN_ONE_THREAD = " in the thread that trains (what other threads, foreign kernels or NumPy make of rows is not seen)"
+"""Where operators are followed: said where that is what was checked."""
 
 _LIST = (
     Assumption(

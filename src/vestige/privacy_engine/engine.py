@@ -529,7 +529,7 @@ class PrivacyEngine(HoldsKey):
         shown = passes.assumed, passes.tracking.unproved, passes.lengths.vary, passes.written, counts
         if shown == self._shown:
             return
-        seen = "every operator from the loader to the backward pass was followed"
+        seen = f"every operator from the loader to the backward pass was followed{assumptions.IN_ONE_THREAD}"
         unseen = (
             "batches came by a loader of another library: what was made of targets before the model was not followed"
         )

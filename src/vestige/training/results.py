@@ -10,7 +10,7 @@ from typing import Any
 
 from vestige import accounting
 from vestige.accounting.lower_bounds.bounds_from_scores import one_run_bound
-from vestige.assumptions import Stated
+from vestige.assumptions import IN_ONE_THREAD, Stated
 from vestige.engines.audit_canaries import Canaries
 from vestige.methods.base import Method
 from vestige.priced_questions import Question, SampledGaussian
@@ -161,7 +161,7 @@ def known_of_a_run(
     found = [
         Stated("unit", "assumed", "a row is a unit of its own"),
         Stated("adjacency", "checked", "a blank row keeps its place in the samples; the number of rows is public"),
-        Stated("rows_apart", "checked", "every operator of every pass is followed"),
+        Stated("rows_apart", "checked", f"every operator of every pass is followed{IN_ONE_THREAD}"),
         Stated("loss_per_example", "checked", "the loss is taken of one example at a time"),
         Stated("padding", "checked", "every example is collated and padded by itself"),
         Stated("divisor", "checked", "sums are divided by the sampling rate times the number of rows"),
