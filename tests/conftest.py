@@ -127,8 +127,9 @@ def _no_loop_stays_on() -> None:
         _pop_mode()
     while torch._C._len_torch_function_stack():
         _pop_function_mode()
-    for kept in (Tracking._over, Tracking._several, Tracking.labels.trackers, Tracking.labels):
-        kept.clear()
+    Tracking._over.clear()
+    Tracking._several.clear()
+    Tracking.labels.__init__()
     torch._C._set_multithreading_enabled(True)
 
 

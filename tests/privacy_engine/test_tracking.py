@@ -248,6 +248,23 @@ def test_a_leak_is_refused_at_its_line(name):
     assert not steps.ledger.spent
 
 
+def test_rows_of_an_earlier_batch_come_back_to_nobody():
+    _, model, optimizer, loader = private(make_toy()[0], batch=8, poisson_sampling=False)
+    kept = []
+    for x, y in loader:
+        outputs = model(x)
+        loss = LOSS(outputs, y)
+        if kept:
+            outputs.register_hook(lambda gradient: kept[0])
+            with pytest.raises(ValueError, match="comes back to the model's outputs belongs to other rows"):
+                loss.backward()
+            break
+        kept.append(outputs.detach().clone())
+        loss.backward()
+        optimizer.step()
+    assert kept
+
+
 def test_hooks_on_parameters_are_said_to_see_nothing():
     _, model, optimizer, loader = private(make_toy()[0])
     next(model.parameters()).register_hook(lambda gradient: gradient * 0)

@@ -174,10 +174,6 @@ REGISTERED: dict[type[nn.Module], Forward] = {}
 """Modules with a rule of their user's (`engines.own_rules`)."""
 
 
-def registered(module: nn.Module) -> bool:
-    return _registered(module) is not None
-
-
 def _registered(module: nn.Module) -> Forward | None:
     found = next((kind for kind in type(module).__mro__ if kind in REGISTERED), None)
     return REGISTERED[found] if found is not None and type(module).forward is found.forward else None
@@ -185,8 +181,9 @@ def _registered(module: nn.Module) -> Forward | None:
 
 def composite_of(module: nn.Module) -> Forward | None:
     """The spelled-out form of a module, if there is one for all that this module does."""
-    if _registered(module) is not None:
-        return _registered(module)
+    own = _registered(module)
+    if own is not None:
+        return own
     if all(hasattr(module, name) for name in EXPERTS):
         return experts if not getattr(module, "_is_expert_parallel", False) else None
     found = next((kind for kind in type(module).__mro__ if kind in COMPOSITES), None)

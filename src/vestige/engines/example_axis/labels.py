@@ -600,13 +600,6 @@ class Labels:
                 gc.collect()
         raise otherwise
 
-    def clear(self) -> None:
-        self._memory.clear()
-        self.sums.clear()
-        self.held.clear()
-        self.identity.clear()
-        self.zeros.clear()
-
 
 def _placed(storage: UntypedStorage) -> tuple[int, int]:
     return storage.nbytes(), storage.data_ptr()
