@@ -125,6 +125,17 @@ def test_the_allowance_is_what_keeps_delta_from_below(monkeypatch):
     assert any(below())
 
 
+def test_what_is_left_out_of_a_spectrum_is_allowed_for(monkeypatch):
+    losses = [0.1 * k for k in range(5, 40)]
+    usual = Composed(PARTS, 0.5, 0.1)
+    monkeypatch.setattr(pld, "NEGLIGIBLE", 0.02)
+    found = Composed(PARTS, 0.5, 0.1)
+    assert found._above[0] != usual._above[0]
+    assert all(
+        dense(PARTS, 0.5, loss) <= found.delta(loss) <= usual.delta(loss) + found.slack(loss) * 2 for loss in losses
+    )
+
+
 @pytest.mark.parametrize(
     "question", [SampledGaussian(0.04, 128.0), SampledGaussian(0.3, 8.0), Trial(0.04, 32.0, 0.0533, 1.3, -1.0)]
 )

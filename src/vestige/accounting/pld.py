@@ -19,6 +19,8 @@ MACHINE = 2.0**-52
 """What one operation of complex numbers may be wrong by, relative to its result, is a few of these."""
 ROUNDING = 2.0**-48
 """What a fast Fourier transform may be wrong by, relative to its 2-norm: more than what is proved for such lengths."""
+NEGLIGIBLE = 1e-30
+"""Powers of a spectrum that are no larger are left out. A mass is a mean over the spectrum: it loses no more."""
 LONGEST = 1 << 23
 """Masses of a composed distribution: more are not held."""
 ANY_SLOPE = np.geomspace(1e-3, 1e4, 36)
@@ -46,7 +48,9 @@ class LossMasses:
 
     def log_moment(self, tilt: float, step: float) -> float:
         """log E e^(tilt loss), of the finite losses."""
-        return log_sum(self.logs + tilt * step * self.places)
+        logs = tilt * step * self.places
+        logs += self.logs
+        return log_sum(logs)
 
     def tilted(self, tilt: float, step: float) -> Array:
         return np.asarray(np.exp(self.logs + tilt * step * self.places - self.log_moment(tilt, step)))
@@ -137,18 +141,26 @@ class Composed:
     def _transformed(self, first: int, last: int) -> tuple[Array, float]:
         """The composed tilted masses in the window, and what each may be wrong by."""
         length = next_fast_len(last - first + 1, real=True)
-        spectrum: object = 1.0
-        sizes, norms, counts = [], [], []
+        spectra, sizes, norms, counts = [], [], [], []
         for part, count in self._parts:
             tilted = part.tilted(self._tilt, self._step)
             circle = np.bincount((part.lowest + np.arange(len(tilted))) % length, tilted, length)
             each, norm = rfft(circle), float(np.linalg.norm(circle))
-            spectrum = spectrum * each**count
+            spectra.append(each)
             sizes.append(np.abs(each) + ROUNDING * sqrt(length) * norm)
             norms.append(norm)
             counts.append(count)
+        # Where losses are spread over many steps, all powers but a few are next to nothing.
+        logs = sum(count * np.log(size) for size, count in zip(sizes, counts, strict=True))
+        held = np.flatnonzero(logs > log(NEGLIGIBLE))
+        powers: object = 1.0
+        for each, count in zip(spectra, counts, strict=True):
+            powers = powers * each[held] ** count
+        spectrum = np.zeros(length // 2 + 1, dtype=np.complex128)
+        spectrum[held] = powers
         masses = np.roll(irfft(spectrum, length), -(first % length))[: last - first + 1]
-        return np.maximum(masses, 0.0), _rounding(sizes, norms, counts, length) + 2 * FOLDED
+        wrong = _rounding([size[held] for size in sizes], norms, counts, length)
+        return np.maximum(masses, 0.0), wrong + NEGLIGIBLE + 2 * FOLDED
 
 
 def _rounding(sizes: Sequence[Array], norms: Sequence[float], counts: Sequence[int], length: int) -> float:
@@ -169,7 +181,8 @@ def _rounding(sizes: Sequence[Array], norms: Sequence[float], counts: Sequence[i
 
 
 def _mean(spectrum: Array, length: int) -> float:
-    """Over the whole spectrum, of which this is a half; not less than it is."""
+    """Over the whole spectrum, of which this is a half, its first entry and those that are not left out; not less than
+    it is."""
     return (2 * float(spectrum.sum()) - float(spectrum[0])) / length
 
 
