@@ -30,7 +30,7 @@ from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import full_precision
 from vestige.engines.per_example.gradient_forms import Gradient, change
 from vestige.engines.per_example.sums_of_users import RowsOfUsers, UserRows, summable
-from vestige.engines.reference import Reference
+from vestige.engines.reference import Reference, placed
 from vestige.layout import Layout, Segment, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
@@ -207,11 +207,8 @@ def add_weighted(
         if wide:  # in float32 a factor times what stands beside a huge number would underflow
             added.append((wide, *_factors(whole[..., suspect], None if users is None else users.among(suspect))))
         for s in layout.segments:
-            if isinstance(kept, ShardedSum):
-                with kept.at(s) as where:
-                    _add(added, s, place[s.scale], where)
-            elif s.name in gradients:
-                _add(added, s, place[s.scale], kept[s.start : s.stop].view(s.shape))
+            with placed(kept, s) as where:
+                _add(added, s, place[s.scale], where)
     return norms
 
 

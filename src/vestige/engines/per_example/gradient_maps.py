@@ -60,8 +60,6 @@ def rearranged(gradient: Gradient, before: Sequence[int], order: Sequence[int]) 
     place, after = _rearranged_place(within.place, before, order), tuple(before[axis] for axis in order)
     if place is None or isinstance(gradient, FilterMap):
         return carried(gradient, back, prod(before), 0)
-    if isinstance(within.of, Outer) and place == Place(after[::-1], (1, after[-1])):
-        return Outer(within.of.right, within.of.left)
     return within.of if place == whole(after) else Within(within.of, place, after)
 
 
@@ -79,6 +77,8 @@ def _rearranged_place(place: Place, before: Sequence[int], order: Sequence[int])
 
 def placed(gradient: Gradient, region: Place, after: Sequence[int]) -> Gradient:
     """The gradient of a part of something, as one of all of it."""
+    if region == whole(after):
+        return gradient
     if isinstance(gradient, Within) and region.contiguous:
         inner = replace(gradient.place, offset=gradient.place.offset + region.offset)
         return Within(gradient.of, inner, tuple(after))
