@@ -525,8 +525,14 @@ def test_and_so_it_does_at_every_size(name):
     assert not list(wrongs(name, every_size=True))
 
 
+def _attending(queries: Tensor, others: Tensor) -> Tensor:
+    """Attention over the axis before the last, with one head."""
+    return F.scaled_dot_product_attention(queries[:, None], others[:, None], others[:, None])
+
+
 @pytest.mark.parametrize(
-    "combine", [torch.add, torch.bmm, lambda x, y: torch.cat([x, y], 1), lambda x, y: torch.stack([x, y], 1)]
+    "combine",
+    [torch.add, torch.bmm, lambda x, y: torch.cat([x, y], 1), lambda x, y: torch.stack([x, y], 1), _attending],
 )
 def test_rows_of_two_batches_are_not_each_others(combine):
     tracker, one, other = Tracker(strict=False), torch.rand(3, 3, 3), torch.rand(3, 3, 3)
@@ -568,6 +574,7 @@ def test_sums_over_two_batches_are_no_sum_over_one(combine):
         lambda x, y: x.clone().index_put_((torch.arange(3),), y[:1]),
         lambda x, y: _written(x, lambda z: z.__setitem__((slice(None), torch.tensor([0, 1])), y[0, :2])),
         lambda x, y: torch.linalg.solve(x, y[:1]),
+        lambda x, y: _attending(x.movedim(0, 1), y.movedim(0, 1)),
         lambda x, y: x.gather(1, (y[:, :1, 0] > 2).long()[:1].expand(3, 3)[..., None]),
         lambda x, y: x.masked_fill(x > 0.5, y[0, 0, 0]),
     ],
