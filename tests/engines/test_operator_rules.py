@@ -574,6 +574,7 @@ def test_sums_over_two_batches_are_no_sum_over_one(combine):
         lambda x, y: x.clone().index_put_((torch.arange(3),), y[:1]),
         lambda x, y: _written(x, lambda z: z.__setitem__((slice(None), torch.tensor([0, 1])), y[0, :2])),
         lambda x, y: torch.linalg.solve(x, y[:1]),
+        lambda x, y: torch.rand(3, 3)[(x[:, 0, 0] > 2).long(), (y[:1, 0, 0] > 2).long()],
         lambda x, y: _attending(x.movedim(0, 1), y.movedim(0, 1)),
         lambda x, y: x.gather(1, (y[:, :1, 0] > 2).long()[:1].expand(3, 3)[..., None]),
         lambda x, y: x.masked_fill(x > 0.5, y[0, 0, 0]),
