@@ -37,8 +37,10 @@ def log_sum(logs: Array) -> float:
     top = logs.max()
     if not np.isfinite(top):
         return float(logsumexp(logs))
-    highest = logs == top
-    others, count = np.exp(logs - top), np.count_nonzero(highest)
+    others = logs - top
+    highest = others == 0.0
+    count = np.count_nonzero(highest)
+    np.exp(others, out=others)  # a second array would take as long to fill
     others[highest] = 0.0
     return float(np.log1p(others.sum() / count) + np.log(float(count)) + top)
 
