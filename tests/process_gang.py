@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
@@ -79,6 +80,7 @@ class Gang:
 
 def _serve(rank: int, size: int, meeting: str, limit: float, pipe: Any) -> None:
     os.environ["VESTIGE_PROCESS_TIMEOUT"] = str(limit)
+    gc.freeze()  # what was imported stays
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     while True:
