@@ -642,6 +642,23 @@ def test_statistics_are_charged_before_they_are_answered_and_runs_that_use_them_
     assert Gaussian(30.0) in next(iter(whole(elsewhere).state.reservations.values())).plan, "another book has not"
 
 
+def test_credit_for_statistics_about_rows_in_a_book_of_users(tmp_path):
+    """Somebody with four rows pays four times the noise of a row: what was charged for the statistics is credited to
+    them alone, and not to a question about rows that has by itself the noise that was charged."""
+    book = book_on(tmp_path, unit="user", epsilon=50.0)
+    people = Account(book.path, rows_per_user=4)
+    found = vestige.private_statistics(
+        X, means=(-5, 5), noise_multiplier=8.0, budget=people, ledger=tmp_path / "ledger.jsonl"
+    )
+    asked = {"evaluate": vestige.PrivateEvaluation(2.0 / len(X)), "steps": 2, "noise_multiplier": 20.0}
+    for _ in train(people, statistics=found, out=tmp_path / "run", **asked):
+        pass
+    first, second = whole(book).state.reservations.values()
+    assert first.asked == Counter({Gaussian(2.0): 1})
+    assert second.asked == Counter({GroupedGaussian(0.05, 20.0, 4): 2, Gaussian(0.5): 1})
+    assert verify(book.path, [tmp_path / "ledger.jsonl", tmp_path / "run"]).runs == 2
+
+
 def test_credit_for_statistics_is_used_once(tmp_path):
     """A run that goes on has asked its statistics before: the same question about something else is charged."""
     book = book_on(tmp_path)

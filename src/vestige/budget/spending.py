@@ -110,11 +110,16 @@ class Spending:
         purpose: str,
         users: Users | None,
         run: str,
-        before: Counter[Question],
+        before: History,
+        spent: History,
     ) -> None:
-        """`before` was charged under another name, and is asked here once more as it stands."""
+        """`before`, in the book's questions, was charged under another name and is asked here once more; `spent` is
+        what a resumed run has asked. All that is kept here is in the book's questions."""
         self.book, self.account, self.purpose, self.run = book, account, purpose, run
-        self._users, self._plan, self._before = users, Counter(plan), before
+        self._users = users
+        self._spent = self._for_book(spent)
+        self._before = Counter(before) - self._spent
+        self._plan = self._for_book(plan) - self._before
         self.reservation: str | None = None
         self._part = ""
         self._asked: Counter[Question] = Counter()
@@ -124,13 +129,7 @@ class Spending:
     def _for_book(self, asks: History) -> Counter[Question]:
         return prices.for_unit(asks, self._users, self.book.terms.unit, self.account.rows_per_user)
 
-    def reserve(
-        self,
-        path: Path | None,
-        spent: History | None = None,
-        rows: str | None = None,
-        part: str = "",
-    ) -> None:
+    def reserve(self, path: Path | None, rows: str | None = None, part: str = "") -> None:
         """Reserve the plan, less what was spent of it before, or continue with what this run, or a person, reserved."""
         self._part = part
         facts: dict[str, object] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
@@ -150,9 +149,9 @@ class Spending:
         if held is not None and book.take_over(held.id, facts):
             self.reservation, self._asked, self._charged = held.id, Counter(held.charged), Counter(held.charged)
         else:
-            plan = self._for_book(self._plan - Counter(spent or {})) + choices
+            plan = self._plan - self._spent + choices
             by_hand, slot, person = self.account.reservation, self.account.slot, self.account.person
-            if by_hand is not None and not spent:
+            if by_hand is not None and not self._spent:
                 self.reservation = book.use(by_hand, plan, purpose=self.purpose, facts=facts, part=part)
             else:
                 self.reservation = book.reserve(
@@ -179,20 +178,20 @@ class Spending:
             raise ValueError(
                 "budget: a process forked from the one that reserved asks; charge each run in its own process"
             )
-        if self._before[question] > 0:
-            self._before[question] -= 1
+        [asked] = self._for_book({question: 1})
+        if self._before[asked] > 0:
+            self._before[asked] -= 1
             return
         if self.reservation is None:  # it was finished, and is resumed
             self._plan, self._asked, self._charged = Counter(), Counter(), Counter()
             self.reserve(None, part=self._part)
-        [asked] = self._for_book({question: 1})
         if self._asked[asked] >= self._charged[asked]:
             self._charge_block(asked, ledger)
         self._asked[asked] += 1
 
     def _charge_block(self, asked: Question, ledger: tuple[int, str]) -> None:
         assert self.reservation is not None
-        plan = self._for_book(self._plan)
+        plan = self._plan
         left = plan - self._charged
         if isinstance(asked, prices.WHOLE):  # one mechanism over many steps, charged whole; a resumed one begins anew
             like = [count for each, count in plan.items() if type(each) is type(asked)]
@@ -260,9 +259,9 @@ def attach(
     users = None if facts is None else facts.users
     if users is not None and account.user_column is not None:
         _require_same_users(book, account.user_column)
-    before = _charged_before(book, paid) - Counter(spent or {})
-    spending = Spending(book, account, Counter(planned) - before, purpose, users, run or secrets.token_hex(8), before)
-    spending.reserve(ledger.path, spent, known[0].rows, part)
+    before, name = _charged_before(book, paid), run or secrets.token_hex(8)
+    spending = Spending(book, account, planned, purpose, users, name, before, spent or {})
+    spending.reserve(ledger.path, known[0].rows, part)
     ledger.spending = spending
     if ledger.path is None:  # such a run cannot be resumed
         atexit.register(spending.finish)
