@@ -204,7 +204,7 @@ def add_weighted(
         scaled = exact * constants[0] if len(constants) == 1 else exact * _scales(constants, into.device)[:, None, None]
         whole = scaled.mT.contiguous().view(len(constants), *exact.t().shape)
         added = [(gradients, *_factors(whole.to(into.dtype), users))]
-        if wide:  # in float32 a factor times what stands beside a huge number would underflow
+        if wide:  # in float32 a factor times the smaller numbers of an example with a huge one would underflow
             added.append((wide, *_factors(whole[..., suspect], None if users is None else users.among(suspect))))
         for s in layout.segments:
             with placed(kept, s) as where:

@@ -65,8 +65,8 @@ def state_fingerprint(
     modules: Sequence[nn.Module] | None = None,
     known: KnownModules | None = None,
 ) -> tuple[Hashable, ...]:
-    """Modes, numbers, functions and hooks of every module, and where its tensors lie: a graph captured under other ones
-    is another pass. Of the loss also what it closes over, its defaults and the globals it names.
+    """Modes, numbers, functions and hooks of every module, and the addresses of its tensors: a graph captured under
+    other ones is another pass. Of the loss also what it closes over, its defaults and the globals it names.
 
     Of whatever else a module holds (a configuration, a dictionary) the numbers are seen, and so are those that its
     forward pass names; what is deeper is not. `modules` are the model's, where they are known already; `known` is what
@@ -165,8 +165,8 @@ def _named(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def _known(value: Any) -> Hashable:
-    """A function with some of its arguments by what it is made of; a tensor that is no buffer by where it lies, and on
-    the host, from where it is sent when a pass is recorded and not again, also by how often it was written to."""
+    """A function with some of its arguments by what it is made of; a tensor that is no buffer by its address and, on
+    the host, from where it is copied at capture only, by its version too."""
     if isinstance(value, partial):
         parts = (value.func, *value.args, *value.keywords, *value.keywords.values())
         return tuple(each if type(each) in PLAIN else id(each) for each in parts)

@@ -90,20 +90,16 @@ def _fault(module: nn.Module) -> str:
 
 def require_independent(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
     """`modules` are the model's, where they are known already."""
-    every = modules_of(model) if modules is None else modules
-    if any(map(refused, every)):
-        where, what = next(iter(mixing(model)))
-        raise ValueError(f"{where} {what}")
-    if any(map(_compiled_weights, every)):
-        name = next(name for name, module in model.named_modules() if _compiled_weights(module))
-        raise ValueError(
-            f"layer {name!r} was made by torch.jit, where its weights cannot be followed: give the module that it was "
-            "made of (torch.jit.script afterwards, of the trained model)"
-        )
-
-
-def _compiled_weights(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters())
+    for module in modules_of(model) if modules is None else modules:
+        if refused(module):
+            where, what = mixing(model)[0]
+            raise ValueError(f"{where} {what}")
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            name = next(name for name, each in model.named_modules() if each is module)
+            raise ValueError(
+                f"layer {name!r} was made by torch.jit, where its weights cannot be followed: give the module that it "
+                "was made of (torch.jit.script afterwards, of the trained model)"
+            )
 
 
 def broken(model: nn.Module) -> list[tuple[str, str]]:

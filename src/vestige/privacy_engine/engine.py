@@ -105,7 +105,7 @@ PADS = "may pad rows to each other, and makes of a row's length what is that row
 
 
 class PrivacyEngine(HoldsKey):
-    """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` as ever.
+    """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` stay as they are.
 
     The model keeps its class, its state_dict and its methods; the optimizer stays the same object; the loader draws
     Poisson samples. `loss.backward()` leaves each example's gradient in factored form and `p.grad` empty; the step
@@ -230,7 +230,7 @@ class PrivacyEngine(HoldsKey):
         - `budget` is the book of the dataset (`vestige budget open`), or a `vestige.budget.Account`: every step is
           charged there before it is taken, and raises `BudgetSpent` where the book does not hold it. Without it
           VESTIGE_BUDGET names the book, if it is set. When the program ends, what was charged ahead comes back; with
-          `ledger=`, when `finish` is called, or somebody needs it.
+          `ledger=`, when `finish` is called, or another run needs it.
 
         Of several processes (docs/distributed.md) each calls it alike, with a plain module, one in DDP, or one that
         `fully_shard` has divided; the optimizer is then made after that, of its parameters.
@@ -492,13 +492,13 @@ class PrivacyEngine(HoldsKey):
         """The same loss, taken of each example by itself and averaged over the rows of the batch.
 
         Class weights and ignored targets then decide about their own example only; the divisor is public. Give it the
-        model's outputs as they are. Of a function of your own it stays an assumption that it sees nothing but them.
+        model's outputs as they are. Of a function of your own it stays an assumption that it depends on nothing else.
         """
         return batch_mean(loss)
 
     @python_numbers
     def guarantee(self, delta: float) -> accounting.Guarantee:
-        """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
+        """The guarantee of everything the optimizer did so far: an epsilon with its assumptions, or why none holds."""
         check_delta(delta, self._population or None)
         self._record_writes()
         return accounting.guarantee(self._ledger.spent, delta, self._facts, self._ledger.assumptions)
@@ -558,8 +558,8 @@ class PrivacyEngine(HoldsKey):
         self._shown = shown
 
     def _record_writes(self) -> None:
-        """Write down whether the model was written to since its last step, before something is said of it: refused,
-        where that was something of the examples."""
+        """Before a guarantee is stated: record whether the model was written to since its last step; refuse, where that
+        depends on the examples."""
         if self._steps is not None and self._ledger.spent:
             self._steps.require_public()
             self._steps.passes.note_writes()
@@ -602,8 +602,8 @@ class PrivacyEngine(HoldsKey):
         return dict(self._ledger.spent)
 
     def close(self) -> None:
-        """Close the ledger's file: another process may then go on with it. What follows the loop's operators is off,
-        if the loop ended in an error."""
+        """Close the ledger's file: another process may then continue it. Operators are no longer followed, if
+        the loop ended in an error."""
         self._ledger.close()
         if self._steps is not None:
             self._steps.passes.tracking.stop()
@@ -694,7 +694,7 @@ class PrivacyEngine(HoldsKey):
         if ("rows" in saved) != (self._loop is not None):
             how = "sharded by fully_shard" if "rows" in saved else "whole in every process"
             raise ValueError(f"load_checkpoint: the module was {how} when {path} was saved; load it into such a one")
-        self._check_place(saved)
+        self._group.first(partial(self._check_place, saved))
         if self._loop is not None:
             saved = checkpoints.load(Path(path).parent / saved["rows"], saved, self._loop.shards)
             saved["module"] = saved["model"]
@@ -708,7 +708,7 @@ class PrivacyEngine(HoldsKey):
         self._private_steps()
         if self._loop is not None:
             raise ValueError(BY_ROWS)
-        self._check_place(saved)
+        self._group.first(partial(self._check_place, saved))
         self._load(saved)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
@@ -721,9 +721,6 @@ class PrivacyEngine(HoldsKey):
 
     def _check_place(self, saved: Mapping[str, Any]) -> None:
         """What was asked after a checkpoint was saved is known to the ledger alone."""
-        self._group.first(lambda: self._check_place_here(saved))
-
-    def _check_place_here(self, saved: Mapping[str, Any]) -> None:
         if self._ledger.path is None:
             if saved.get("run") != self._run:
                 raise ValueError(

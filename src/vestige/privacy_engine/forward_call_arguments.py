@@ -26,7 +26,7 @@ class Call:
         return cls(*tree_flatten((args, kwargs)))
 
     def names(self, forward: Callable[..., Any] | None = None) -> dict[int, str]:
-        """Of arguments that are given by name, by their places; of all, where it is said which function is called."""
+        """Of keyword arguments, by their places; of all arguments, where `forward` is given."""
         given, named = tree_unflatten(list(range(len(self.leaves))), self.tree)
         in_order = (
             () if forward is None else zip(_parameters(getattr(forward, "__func__", forward)), given, strict=False)

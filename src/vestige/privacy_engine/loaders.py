@@ -22,14 +22,14 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
     """Index lists of samples, each split into parts of at most `physical_batch`; an empty draw is one part.
 
     With random allocation every pass over the loader is an epoch with an allocation of its own: one that was left early
-    is over. Every part is announced as it is drawn, in the process that draws: no other library that rebuilds the
-    loader around this sampler can lose it.
+    is not resumed. Every part is announced as it is drawn, in the process that draws: no other library that rebuilds
+    the loader around this sampler can lose it.
 
     Canaries are further rows of the population: they join by the same law and the same stream. In a batch each is
     carried by a copy of a row of its draw (of row 0 in one without), whose gradient it replaces.
 
-    Where the population are `users`, a part has all rows of its users, side by side: nobody's are clipped apart, in
-    physical batches or in processes.
+    Where the population are `users`, a part has all rows of its users, side by side: no user's rows are split over
+    physical batches or processes.
     """
 
     poisson = True
@@ -111,13 +111,13 @@ class Labelling:
 
     def __call__(self, rows: Any) -> Any:
         own = self._collate is not default_collate
-        batch = self._parts.collate(self._collate, rows) if own else self._collate(rows)
+        batch = self._parts.tracking.collate(self._collate, rows) if own else self._collate(rows)
         self._parts.collated(batch)
         return batch
 
 
 class PrivateLoader(DataLoader[Any]):
-    """A loader over private samples that tells when it hands one out: workers fetch others meanwhile."""
+    """A loader over private samples that announces each batch when it yields it: workers fetch others meanwhile."""
 
     collates: Callable[[Any], Any]
     """As it was made private."""
@@ -173,7 +173,7 @@ def private_loader(
     made: DataLoader[Any] = private
     if hasattr(loader, "base_dataloader") or (group.several and _accelerated()):
         made = _prepared(made)
-    if group.several:  # each process has its own rows of a draw: nobody deals out draws
+    if group.several:  # each process has its own rows of a draw: Accelerate must not distribute draws
         made._is_accelerate_prepared = True  # type: ignore[attr-defined]
     return made
 

@@ -39,7 +39,7 @@ class Microbatch:
 
     @property
     def rows(self) -> int:
-        """How many rows are handed out: at least two, so that an axis of examples can be told from one of a single
+        """How many rows are handed out: at least two, so that an axis of examples differs from one of a single
         entry. Rows beyond the part's own are real ones of weight zero."""
         return max(2, self.size)
 
@@ -58,9 +58,9 @@ class MicrobatchQueue:
     def __init__(self, tracking: Tracking, drawn: Callable[[], None], steps: int = 1) -> None:
         """`tracking` follows what is made of the batches that are handed out; `drawn` is called whenever a part is
         drawn."""
-        self._tracking, self._on_draw = tracking, drawn
+        self.tracking, self._on_draw = tracking, drawn
         self.draws = 0
-        """How many draws there were; a loader that goes on with an earlier one begins there."""
+        """How many draws there were; a resumed loader begins there."""
         self._drawn: deque[Microbatch] = deque()
         self._ahead: deque[Microbatch] | None = None
         """Drawn, but not yet handed to the user; None outside a pass, or if the loader does not tell."""
@@ -93,10 +93,6 @@ class MicrobatchQueue:
             self._drawn.append(self._ahead.popleft())
             self._label(batch)
 
-    def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
-        """A batch of examples, by a function of the user's that is followed."""
-        return self._tracking.collate(collate, examples)
-
     def collated(self, batch: Any) -> None:
         """A loader that another library has built around the sampler has just made a batch of the last draw."""
         if self._ahead is None and self._drawn:
@@ -104,19 +100,19 @@ class MicrobatchQueue:
 
     def _label(self, batch: Any) -> None:
         part = self._drawn[-1]
-        self._batches[part] = self._tracking.hand_out(batch, part.rows)
+        self._batches[part] = self.tracking.hand_out(batch, part.rows)
 
     def pause(self) -> None:
         """Nothing of a batch is computed now, unless one that was handed out waits to be used."""
         if not self._drawn:
-            self._tracking.rest()
+            self.tracking.rest()
 
     def go_on(self) -> None:
         """A step is over, or its closure begins: follow what is made of its batch, and of others fetched before it."""
         if self._ahead is not None or self.waiting():
-            self._tracking.start()
+            self.tracking.start()
         else:
-            self._tracking.rest()
+            self.tracking.rest()
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""
@@ -154,10 +150,10 @@ class MicrobatchQueue:
         return part is self.current or (bool(self._drawn) and part is self._drawn[0])
 
     def use(self, part: Microbatch) -> None:
-        """A backward pass has come: the part is in use, and whatever was drawn before it is over."""
+        """A backward pass has come about a usable part: it is in use, and the one before it is over."""
         if part is not self.current:
             self._left = self._steps
-        while any(part is each for each in self._drawn):
+        if self._drawn and part is self._drawn[0]:
             self._drawn.popleft()
         self.current = part
 

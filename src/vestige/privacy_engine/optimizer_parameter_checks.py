@@ -1,7 +1,7 @@
 """Does everything that moves get noise, and does what gets noise move? What the optimizer holds, against the release.
 
 An optimizer that holds other tensors than the model's, as after a model was moved or adapters were put in, trains
-nothing while losses and epsilon look as ever. So the first step is looked at: what was released must have moved, and
+nothing while losses and epsilon look normal. So the first step is checked: what was released must have moved, and
 what is frozen must be as it was.
 """
 
@@ -86,15 +86,13 @@ def require_noised(
 def require_public(labels: Labels, module: nn.Module, optimizer: Optimizer) -> None:
     """Before and after a step: nothing of an example may be in a parameter, a buffer, or what the optimizer holds: no
     noise would cover it."""
-    holders: list[Any] = [each for inner in modules_of(module) for each in (inner._parameters, inner._buffers)]
-    settings = [{name: each for name, each in vars(optimizer).items() if name not in ("param_groups", "state")}]
-    settings += [{name: each for name, each in group.items() if name != "params"} for group in optimizer.param_groups]
-    holders += [*optimizer.state.values(), *settings]
-    if not any(labels.any_of(holder.values()) for holder in holders):  # Adam's betas are a pair
+    holders = [each for inner in modules_of(module) for each in (inner._parameters, inner._buffers)]
+    if not any(labels.any_of(holder.values()) for holder in (*holders, vars(optimizer))):  # groups and state included
         return
     named: list[tuple[str, str, object]] = [("parameter", *each) for each in module.named_parameters()]
     named += [("buffer", *each) for each in module.named_buffers()]
-    named += [("the optimizer's", *each) for held in (*settings, *optimizer.state.values()) for each in held.items()]
+    inside = (*optimizer.param_groups, *optimizer.state.values(), vars(optimizer))
+    named += [("the optimizer's", *each) for held in inside for each in held.items()]
     kind, name = next((kind, name) for kind, name, value in named if labels.any_of((value,)))
     raise ValueError(
         f"{kind} {name!r} holds something of the examples, which no noise covers: compute it from releases (weights, "
@@ -178,7 +176,7 @@ def _felt(parameter: Tensor, gradient: Tensor, rate: float | None) -> bool:
 
 
 def _digest(tensor: Tensor) -> tuple[int, int]:
-    """Tells a tensor from itself with some bit changed, for the price of a sum."""
+    """The address and a checksum, which a single changed bit changes, at the cost of a sum."""
     with torch.no_grad():
         flat = tensor.detach().contiguous().reshape(-1)
         return tensor.data_ptr(), int(flat.view(BITS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))

@@ -241,7 +241,7 @@ class PrivateSteps(HoldsKey):
             return
         learner, point = self.learner(), self.held.point(parameters)
         scales = self.passes.layout.constants
-        with unseen():  # a loop that was left may still follow, and a release is nobody's
+        with unseen():  # another loop's tracker may still be on, and a release is public
             release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         number = self.step_number
         if self.passes.sharded is None and follows(self.optimizer):
@@ -342,7 +342,7 @@ class PrivateSteps(HoldsKey):
 
     @property
     def paid_ahead(self) -> bool:
-        """Whether the next draw is charged already: the one that was handed out, or the next of a pass that goes on."""
+        """Whether the next draw is charged already: the one that was handed out, or the next of an unfinished pass."""
         parts = self.passes.parts
         handed_out = next((part.draw for part in parts.waiting() if part.draw > self._latest), None)
         if handed_out is None and parts.over:
@@ -350,7 +350,7 @@ class PrivateSteps(HoldsKey):
         return self._paid is not None and (handed_out or self._latest + 1) // self._period == self._paid
 
     def _elsewhere(self, closure: Closure) -> Any:
-        """The parameters go where the method asks, the user's closure runs there, the parameters come back."""
+        """Set the parameters to the query point of the method, run the user's closure there, and restore them."""
         self.learner()
         home = {name: p.clone() for name, p in self.passes.point().items()}
         self._go(_asked_at(self.method, self.passes.layout, self.passes.point(), self.probe))
@@ -380,7 +380,7 @@ class PrivateSteps(HoldsKey):
 
         self.learner().memory, self.probe = here(saved["memory"]), here(saved["probe"])
         self.step_number, self.asked, self.draws = saved["step_number"], saved["asked"], saved["draws"]
-        if self.randomness.predictable:  # the loader goes on where it was; a secret sample is never drawn twice
+        if self.randomness.predictable:  # the loader resumes at that draw; a secret sample is never drawn twice
             self._latest, self._paid = saved.get("next", self.draws) - 1, None
             self.passes.parts.draws = self._latest + 1
         if self.canaries is not None:

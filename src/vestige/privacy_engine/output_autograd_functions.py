@@ -14,8 +14,8 @@ Reached = Callable[[Signals], Signals]
 
 
 class End(torch.autograd.Function):
-    """The outputs of a private model as the user gets them: in float32. `reached` checks what comes back, and says what
-    goes on into the model."""
+    """The outputs of a private model as the user gets them: in float32. `reached` checks the gradients of the
+    outputs, and gives those that are passed on to the model."""
 
     @staticmethod
     def forward(ctx: Any, reached: Reached, anchor: Tensor, *outputs: Tensor) -> Any:  # type: ignore[override]

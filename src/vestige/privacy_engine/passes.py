@@ -279,8 +279,17 @@ class Passes:
         closing = self._pending[-1].part
         try:
             with torch.no_grad():
-                self._add_up(self.total, draws[0], closing.last)
-        except BaseException:  # who is in the sum already cannot be told: nobody is twice, if nobody is
+                shares = self._shares(self.total)
+                if self.sharded is not None:
+                    assert isinstance(self.total, ShardedSum)
+                    self.sharded.in_rounds(draws[0], closing.last, shares, self.total)
+                    shares = iter(())
+                for share in shares:
+                    with unseen():  # what is clipped is bounded
+                        share()
+                if not closing.last and isinstance(self.total, RunningSum):
+                    self.total.settle()  # more passes come before its noise
+        except BaseException:  # which examples are in the sum is unknown: without it, none is added twice
             self.forget()
             raise
         self._pending = []
@@ -295,18 +304,6 @@ class Passes:
             if each.replay is not None:
                 each.replay.over()
         self._pending, self.total, self._closed = [], None, None
-
-    def _add_up(self, total: RunningSum | ShardedSum, draw: int, last: bool) -> None:
-        shares = self._shares(total)
-        if self.sharded is not None:
-            assert isinstance(total, ShardedSum)
-            self.sharded.in_rounds(draw, last, shares, total)
-            return
-        for share in shares:
-            with unseen():  # what is clipped is bounded
-                share()
-        if not last and isinstance(total, RunningSum):
-            total.settle()  # more passes come before its noise
 
     def _shares(self, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
         """What the passes since the last call of `step` left, few examples at once: each call adds some."""
@@ -399,13 +396,8 @@ class Passes:
     def _label(self, call: Call) -> Rows:
         """The label of the examples that a call is about. Raises ValueError where an argument is not a row's own."""
         tracking = self.tracking
-        tensors = [(place, leaf) for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
-        if any(leaf.requires_grad for _, leaf in tensors):
-            raise ValueError(
-                "an input of the private model requires a gradient: what comes before the model would be trained on "
-                "gradients of examples without noise. Make it part of the module, or detach the input; gradients of "
-                "inputs (adversarial examples, a generator against a private discriminator) are taken in eval mode"
-            )
+        known: Rows | None = None
+        public: list[Tensor] = []
 
         def named(place: int) -> str:
             return f"argument {call.names().get(place, place)!r} of the private model"
@@ -416,38 +408,46 @@ class Passes:
                     f"{named(place)} is a value of the examples that was read at {leaf.where}: no noise covers what "
                     "follows from it. Give the model tensors, row by row, or public numbers"
                 )
-            label = tracking.label(leaf) if isinstance(leaf, Tensor) else None
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.requires_grad:
+                raise ValueError(
+                    "an input of the private model requires a gradient: what comes before the model would be trained "
+                    "on gradients of examples without noise. Make it part of the module, or detach the input; "
+                    "gradients of inputs (adversarial examples, a generator against a private discriminator) are taken "
+                    "in eval mode"
+                )
+            label = tracking.label(leaf)
             if isinstance(label, Mixed):
                 way = BY_PARTS if label.operator in PICKING else ""
                 raise ValueError(
                     f"{named(place)} is not a row's own: {label}. Compute it of each example by itself; of a flattened "
                     f"batch, as of graphs or of EmbeddingBag with offsets, make a padded one{way}"
                 )
-            if isinstance(label, Rows) and label.first:
+            if not isinstance(label, Rows):
+                public += [leaf] if label is None else []
+                continue
+            if label.first:
                 raise ValueError(
                     f"{named(place)} begins with row {label.first} of its batch of {label.count}, and a batch is taken "
                     f"whole, in one pass{BY_PARTS}"
                 )
-        known = [label for label in (tracking.label(leaf) for _, leaf in tensors) if isinstance(label, Rows)]
-        if not known:
-            rows = self._rows([leaf for _, leaf in tensors])
-            tracking.label_arguments(call.leaves, rows)
+            if known is not None and label.batch != known.batch:
+                raise ValueError(
+                    "arguments of the private model are rows of different batches: each step is about one batch"
+                )
+            known = known or label
+        if known is None:
+            rows = self._rows(public)
+            tracking.label_arguments(public, rows)
             self.assumed = self.assumed or not isinstance(self.parts, UserBatches)
-            known = [Rows(0, 1, rows, tracking.batches)]
+            known = Rows(0, 1, rows, tracking.batches)
         tracking.start()
-        if any(label.batch != known[0].batch for label in known):
-            raise ValueError(
-                "arguments of the private model are rows of different batches: each step is about one batch"
-            )
-        for _, leaf in tensors:  # public values of as many rows, such as drawn time steps, are given row by row
-            if (
-                tracking.label(leaf) is None
-                and leaf.dim()
-                and len(leaf) == known[0].count
-                and not leaf.is_floating_point()
-            ):
-                tracking.labels.set(leaf, known[0]._replace(axis=0, inner=1, first=0))
-        return known[0]
+        for leaf in public:  # values of as many rows, such as drawn time steps, are given row by row
+            alike = leaf.dim() and len(leaf) == known.count and not leaf.is_floating_point()
+            if alike and tracking.label(leaf) is None:
+                tracking.labels.set(leaf, known.at(0)._replace(inner=1))
+        return known
 
     def _rows(self, tensors: Sequence[Tensor]) -> int:
         """How many rows a call has whose arguments came from no labelled batch."""
@@ -523,7 +523,7 @@ class Passes:
         reductions: Sequence[str | None],
     ) -> list[Any]:
         rows, part = opened.examples, self.parts.take(opened.examples, opened.batch)
-        # The gradient of a row's own loss: what the model has reduced itself is known, of the rest it was said.
+        # The gradient of a row's own loss: the reductions of the model are known, that of the loop is `loss_reduction`.
         factors: list[int | Tensor] = [rows if (kind or self._said) == "mean" else 1 for kind in reductions]
         if part is not None and part.users:
             weights = _weights(part)
@@ -537,14 +537,15 @@ class Passes:
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
             self.tracking.labels.set(end, label)
             found[place] = reduced(end, label, reduction)
-            if reduction is not None:  # the model may have kept it, and gives the number to whoever looks
+            if reduction is not None:  # the model may have kept it, and a read of it gives the number
                 self.tracking.tracker.mark_reduced(end, reduction)
         return found
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _reached(self, opened: Open, part: Microbatch | None, outputs: Sequence[Output], signals: Signals) -> Signals:
-        """A backward pass has come to the outputs of the model: what goes on from there, if the pass was not captured.
+        """A backward pass has reached the outputs of the model: the gradients that continue into it, unless it was
+        captured.
 
         What comes back to a row is multiplied by the number of rows where the loss is a mean: that is the gradient of
         the row's own loss. Where a user is an example, it is divided by the number of the user's rows, too.

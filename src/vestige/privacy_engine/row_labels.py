@@ -48,18 +48,16 @@ class Remaining(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            not self._tracking.labels.any_of((*args, *kwargs.values()) if kwargs else args)
-            or self._tracking.followed_here()
-        ):
-            return function(*args, **kwargs)
+        given = (*args, *kwargs.values()) if kwargs else args
+        if not self._tracking.labels.any_of(given) or threading.get_ident() in self._tracking._several:
+            return function(*args, **kwargs)  # public, or all operators of this thread are followed by some loop
         with self._tracking.remaining_followed():
             return function(*args, **kwargs)
 
 
 class Tracking:
     """The labels of a loop's batches, and the modes that carry them; on from a batch until its step, or until the
-    `owner` is gone: a loop may end in an error."""
+    `owner` is freed: a loop may end in an error."""
 
     labels: ClassVar[Labels] = Labels()
     """Of all loops: a batch of one is other rows to another."""
@@ -69,7 +67,7 @@ class Tracking:
     _at_rest: ClassVar[list[Tracking]] = []
     """Loops that follow what remains of the examples, whose loop they may be: all note what is read of it."""
     _over: ClassVar[list[Tracking]] = []
-    """Those whose owner was lost while a mode was at work: the next ones take their modes off."""
+    """Those whose owner was freed while a mode was handling a call: the next ones take their modes off."""
 
     def __init__(self, owner: object, tokens: int | None = None) -> None:
         weakref.finalize(owner, self._owner_lost).atexit = False
@@ -152,16 +150,16 @@ class Tracking:
         else:
             self.tracker.label_rows(leaf, rows, number)
 
-    def label_arguments(self, leaves: list[Any], rows: int) -> None:
+    def label_arguments(self, leaves: list[Tensor], rows: int) -> None:
         """Label the arguments of a model's call that came from no labelled batch, by a negative number."""
         self.batches = -next(self._numbers)
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows and self.labels.get(leaf) is None:
+            if leaf.dim() and len(leaf) == rows and self.labels.get(leaf) is None:
                 self.tracker.label_rows(leaf, rows, self.batches)
 
     def start(self) -> None:
         if self._resting and not self._off():
-            self._rested()  # it is on in another thread, or at work
+            self._rested()  # it is on in another thread, or handling a call
         if self._on is None:
             self.clean_up()
             self._on = threading.get_ident()
@@ -198,10 +196,6 @@ class Tracking:
         self._at_rest.remove(self)
         self._on, self._resting = None, False
 
-    def followed_here(self) -> bool:
-        """Whether this or another loop follows all operators of this thread."""
-        return threading.get_ident() in self._several
-
     @contextmanager
     def remaining_followed(self) -> Iterator[None]:
         """Inside, all operators are followed, for all loops at rest."""
@@ -223,8 +217,8 @@ class Tracking:
         self._forget_losses()
 
     def _off(self) -> bool:
-        """Take our modes off, from below those of others that were put on since. False if they are at work now, or on
-        in another thread."""
+        """Take our modes off, from below those of others that were put on since. False if they are handling a call now,
+        or on in another thread."""
         here = threading.get_ident()
         dispatched, called = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
         if self._on is None:
@@ -246,8 +240,8 @@ class Tracking:
         return True
 
     def _owner_lost(self) -> None:
-        """Called by a garbage collection, which may run at any time. Where torch or we are at work, modes may be about
-        to be put on or taken off: then that is left to the next loop."""
+        """Called by a garbage collection, which may run at any time. Inside a call of torch or Vestige, modes may
+        be about to be put on or taken off: then that is left to the next loop."""
         frame = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.startswith(OUTSIDE):
             frame = frame.f_back  # type: ignore[assignment]

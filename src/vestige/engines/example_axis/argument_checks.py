@@ -1,8 +1,8 @@
 """Is a value only looked at to raise an error? Then nothing is looked at, and nothing is raised.
 
 Libraries check what they are given: `if not valid.all(): raise ValueError`. An error that depends on values would tell
-of examples, and a model that goes on is the same for everybody: the answer is always that all is well. This holds for
-code of installed libraries alone; in code of the user's, a check stays a look at values.
+of examples, and without the error the check changes no result: so the answer is always the one that raises nothing.
+This holds for code of installed libraries alone; in code of the user's, a check is a read of values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BETWEEN = (
     *(os.path.join(_TORCH, name) for name in ("_ops.py", "_tensor.py", "overrides.py", "utils")),
     os.path.dirname(sys.modules["vestige"].__file__ or ""),
 )
-"""What stands between a question and the operator that answers it."""
+"""Files whose frames are between the check and the operator that reads the value."""
 
 Span = tuple[int | None, int | None, int | None, int | None]
 
@@ -52,7 +52,7 @@ def _of(code: CodeType, at: int) -> bool | None:
 
 @cache
 def _checks(path: str) -> tuple[ast.If | ast.Assert, ...]:
-    """The conditions of a file of which one outcome does nothing but raise an error."""
+    """The conditions of a file of which one branch only raises an error."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError):

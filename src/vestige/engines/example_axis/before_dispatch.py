@@ -31,16 +31,14 @@ from vestige.engines.example_axis.labels import (
     Rows,
     Tracker,
     asked_by_user,
-    has_own_memory,
     in_transform,
     mixed,
     tensors_in,
     top_hooks,
-    untransformed,
     users_line,
 )
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.execution import unseen, unseen_by_functions
+from vestige.engines.per_example.execution import AS_IT_IS, unseen, unseen_by_functions
 from vestige.engines.per_example.fused_group_norm import group_norm
 
 CLASSES = (F.cross_entropy, F.nll_loss)
@@ -70,7 +68,7 @@ FACTS = (
 )
 """Functions that look at no value."""
 PLAIN = ((), (Tensor,), (Tensor, Tensor))
-"""Types of a call that no class of somebody else's answers."""
+"""Types of a call that no tensor subclass of another library handles."""
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The tracker sees what is passed to them."""
 EXPOSING = frozenset((Tensor.__cuda_array_interface__.__get__,))  # type: ignore[attr-defined]
@@ -86,41 +84,34 @@ Handler = Callable[["TrackedFunctions", Any, Any, dict[str, Any]], Any]
 
 
 class TrackedFunctions(TorchFunctionMode):
-    """Stands beside a tracker. `inside` a model, reduced losses have a number for each example."""
+    """Is on together with a tracker. `inside` a model, reduced losses have a number for each example."""
 
     def __init__(self, tracker: Tracker, inside: bool, tokens: int | None = None) -> None:
         super().__init__()
         self.tracker, self.inside, self.tokens = tracker, inside, tokens
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = top_hooks(True)
-        if hooks is None or _seen(hooks[0]):
-            return self.called(function, types, args, kwargs or {})
-        with saved_tensors_hooks(partial(_under, self, hooks[0]), hooks[1]):
-            return self.called(function, types, args, kwargs or {})
-
-    def called(self, function: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        zeros = self.tracker.labels.zeros
-        if zeros and args and isinstance(args[0], Tensor) and getattr(function, "__name__", "") in SHOWING:
-            with unseen_by_functions():
-                zeros.pop(memory_of(args[0]), None)  # it may be written to in ways that are not followed
+        hooks, tracker, kwargs = top_hooks(True), self.tracker, kwargs or {}
+        if tracker.labels.zeros and getattr(function, "__name__", "") in SHOWING:
+            tracker.labels.zeros.clear()  # exposed memory may be written to without an operator
         for each in args:
             if type(each) in (ReadNumber, ReadCount):
                 raise ValueError(
                     f"a value of the examples that was read at {each.where} is used again at {users_line()}: no noise "
                     "covers what follows from it. Compute with tensors, row by row, or with public numbers"
                 )
-        tracker = self.tracker
         if tracker.reduced if self.inside else tracker.kept and tracker.labels.turn is None:
             args, kwargs = self._as_numbers(function, args, kwargs)
         handler = HANDLERS.get(function)
-        if handler is not None:
-            return handler(self, function, args, kwargs)
-        return self.watched(function, types, args, kwargs)
+        alone = hooks is None or _seen(hooks[0])
+        with AS_IT_IS if alone else saved_tensors_hooks(partial(_under, self, hooks[0]), hooks[1]):
+            if handler is not None:
+                return handler(self, function, args, kwargs)
+            return self.watched(function, types, args, kwargs)
 
     def _as_numbers(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments, where a loss over the batch is the number that it is to the model, unless the function is
-        called in the model and does nothing but arithmetic with it: then it stays a number for each example."""
+        called in the model and only does arithmetic with it: then it stays a number for each example."""
         tracker = self.tracker
         given = [each for each in tensors_in((args, kwargs)) if not in_transform(each)]
         if not any(tracker.reduction(each) is not None for each in given):
@@ -142,7 +133,7 @@ class TrackedFunctions(TorchFunctionMode):
 
     def _stays_by_example(self, function: Any, given: Sequence[Tensor], args: Any) -> bool:
         """Whether a function does no more than arithmetic with losses over the batch, and public numbers. A sum that is
-        scaled may be divided by the number of rows, which nobody can tell from other numbers."""
+        scaled may be divided by the number of rows, which cannot be distinguished from other numbers."""
         name = _called(function)
         if not self.inside or name not in ARITHMETIC:
             return False
@@ -182,7 +173,7 @@ class TrackedFunctions(TorchFunctionMode):
             missing = [place for place in places if place not in labels.taken]
             if missing:
                 with unseen_by_functions():
-                    returned = {memory_of(each) for each in tensors_in(found)}
+                    returned = labels.memories((found,))
                 missing = [place for place in missing if place not in returned]
         finally:
             labels.taken = None if outer is None else outer | labels.taken
@@ -203,7 +194,7 @@ def _seen(pack: Any) -> bool:
 
 
 SHOWING = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage"))
-"""Functions that show a tensor's memory to others."""
+"""Functions that expose a tensor's memory."""
 SIZES = frozenset((
     "size", "numel", "nelement", "__len__", "is_same_size", "shape", "nbytes", "stride", "storage_offset", "__iter__",
     "unbind", "split", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit",
@@ -221,26 +212,19 @@ def _tells_of_lengths(tracker: Tracker, function: Any, args: Any) -> bool:
     if _called(function) not in SIZES:
         return False
     given = isinstance(args[0], Tensor) and not in_transform(args[0])
-    return given and reordered_examples.size_tells(tracker, args[0])
+    return given and reordered_examples.size_tells(tracker, args[0]) is not None
 
 
 @cache
 def _has_functions(kind: Any) -> bool:
-    """Whether a tensor class of somebody else's handles torch's functions in its own way."""
+    """Whether a tensor subclass has a `__torch_function__` of its own."""
     own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     ordinary = getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__)
     return own not in (ordinary, torch._C._disabled_torch_function_impl)
 
 
-def memory_of(tensor: Tensor) -> int:
-    """What is known of a tensor is known of its storage, or of itself where it has none of its own."""
-    tensor = untransformed(tensor)
-    plain = tensor.layout == torch.strided and has_own_memory(type(tensor))
-    return tensor.untyped_storage()._cdata if plain else id(tensor)
-
-
 class ReadNumber(float):
-    """A number that Python read of the examples. It may be shown; in a computation of tensors it is refused."""
+    """A number that Python read of the examples. It may be printed; in a computation of tensors it is refused."""
 
     where = ""
 
@@ -275,14 +259,6 @@ for _name in ("neg", "abs", "round"):
         setattr(_number, f"__{_name}__", _arithmetic(_kind, f"__{_name}__"))
 
 
-def _rows(mode: TrackedFunctions, *tensors: Any) -> Rows | None:
-    """The label of the first tensor that has one, if it is rows."""
-    plain = [each for each in tensors if isinstance(each, Tensor) and not in_transform(each)]
-    labels = [mode.tracker.labels.get(each) for each in plain]
-    found = next((label for label in labels if label is not None), None)
-    return found if isinstance(found, Rows) else None
-
-
 def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Each example's own loss, or the mean of them."""
     if function is F.ctc_loss:
@@ -294,7 +270,8 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     if reduction not in ("mean", "sum") or any(kwargs.get(name) is not None for name in LEGACY):
         return function(*args, **kwargs)
     computed = partial(classes_last, function) if function in CLASSES else function
-    if _rows(mode, *args, *kwargs.values()) is None:
+    given = (*args, *kwargs.values())
+    if not mode.tracker.labels.any_of([each for each in given if isinstance(each, Tensor) and not in_transform(each)]):
         return computed(*args, **kwargs)
     each = computed(*args, **{**kwargs, "reduction": "none"})
     own = mode.tracker.labels.get(each)
@@ -309,7 +286,7 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
         return losses
     whole = losses.mean() if reduction == "mean" else losses.sum()
     if whole.grad_fn is not None:
-        _notes(whole.grad_fn)[REDUCED] = reduction
+        whole.grad_fn.metadata[REDUCED] = reduction  # type: ignore[index]
     return whole
 
 
@@ -376,11 +353,6 @@ KEEPS_REDUCTION = ("AddBackward0", "SubBackward0", "MulBackward0", "NegBackward0
 """What a sum over the batch may go through and still be one; divided, it is what the user divides it by."""
 
 
-def _notes(node: Any) -> dict[str, str]:
-    """What is kept with a node of autograd's graph."""
-    return node.metadata  # type: ignore[no-any-return]
-
-
 def reductions_of(losses: Sequence[Tensor]) -> set[str]:
     """How torch's own losses were reduced of which these are made, without a division."""
     waiting, seen, found = [each.grad_fn for each in losses], set(), set()
@@ -389,7 +361,7 @@ def reductions_of(losses: Sequence[Tensor]) -> set[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        kind = _notes(node).get(REDUCED)
+        kind = node.metadata.get(REDUCED)  # type: ignore[attr-defined]
         if kind is not None:
             found.add(kind)
         elif node.name() in KEEPS_REDUCTION:
@@ -476,7 +448,10 @@ def _engine(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, 
         if odd or not all(e.requires_grad for e in reached):
             return function(*args, **kwargs)
         mode.tracker.reductions |= reductions_of([each for each in tensors if isinstance(each, Tensor)])
-        outputs, ends = ([_edge(each) for each in some or ()] for some in (tensors, inputs))
+        outputs, ends = (
+            [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in some or ()]
+            for some in (tensors, inputs)
+        )
         ones = (own is None and isinstance(each, Tensor) for each, own in zip(tensors, given, strict=True))
         given = [torch.ones_like(each) if one else own for each, own, one in zip(tensors, given, ones, strict=True)]
     try:
@@ -489,10 +464,6 @@ def _engine(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, 
 
 
 GRADIENTS = {torch.autograd.backward: "grad_tensors", torch.autograd.grad: "grad_outputs"}
-
-
-def _edge(end: Any) -> Any:
-    return get_gradient_edge(end) if isinstance(end, Tensor) else end
 
 
 def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -515,7 +486,7 @@ def _reordered(make: Callable[..., Any]) -> Handler:
 
 
 def _select(mode: TrackedFunctions, given: Tensor, mask: Tensor) -> Tensor | None:
-    """Inside a model, where the size of what a mask chooses would tell of the examples."""
+    """Inside a model, where the size of what a mask chooses depends on the examples."""
     plain = mode.inside and mode.tracker.strict and not in_transform(mask)
     return reordered_examples.joined_by_mask(mode.tracker, given, mask) if plain else None
 

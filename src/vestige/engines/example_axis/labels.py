@@ -35,7 +35,8 @@ from torch.nn import Parameter
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from vestige.engines.per_example.execution import unseen, unseen_by_functions
+from vestige.engines.per_example.execution import AS_IT_IS, unseen, unseen_by_functions
+from vestige.engines.per_example.gradient_forms import Place
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes of a tensor; its strides and its offset in its storage, in bytes."""
@@ -253,10 +254,6 @@ def _in_bytes(view: View) -> Geometry:
     return sizes, tuple([width * step for step in strides]), width * offset
 
 
-def geometry_of(tensor: Tensor) -> Geometry:
-    return _in_bytes(view_of(tensor))
-
-
 def _region(label: Rows, geometry: Geometry) -> Region | None:
     """The region of which a view with this geometry has this label; None if there is none."""
     sizes, strides, offset = geometry
@@ -276,24 +273,7 @@ def _region(label: Rows, geometry: Geometry) -> Region | None:
 def covers(tensor: Tensor) -> bool:
     """Whether a tensor has every number of its storage, each once."""
     size = tensor.untyped_storage().nbytes()
-    sizes, strides, offset = geometry_of(tensor)
-    covered = tensor.element_size()
-    for stride, count in sorted((s, n) for s, n in zip(strides, sizes, strict=True) if n != 1):
-        if stride != covered:
-            return False
-        covered *= count
-    return offset == 0 and covered == size
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether several entries of a tensor may be the same number of its storage."""
-    sizes, strides, _ = geometry_of(tensor)
-    last = 0
-    for stride, count in sorted((s, n) for s, n in zip(strides, sizes, strict=True) if n != 1):
-        if stride <= last:
-            return True
-        last += stride * (count - 1)
-    return False
+    return tensor.numel() * tensor.element_size() == size and Place.of_view(tensor, tensor) is not None
 
 
 @cache
@@ -329,20 +309,20 @@ class Labels:
         self.identity: dict[int, tuple[StorageWeakRef, int]] = {}
         """Storages that hold 0, 1, 2, ...: an index by them, entry by entry, is the identity."""
         self.zeros: dict[int, StorageWeakRef] = {}
-        """Storages that hold nothing but zeros: while a pass is captured, they cannot be looked at."""
+        """Storages that are all zeros: during a capture their values cannot be read."""
         self.trackers: list[Tracker] = []
         """Those that are on and share these labels: one of them applies the rules."""
         self.turn: Tracker | None = None
         """That one: the one whose model is called, or the first that meets an operator."""
         self.sums: dict[int, Memory] = {}
-        """Of sums over the examples, whose parts are large: what is known goes with the memory."""
+        """Of sums over the examples, whose parts are large: freed as soon as the memory is."""
         self.held: dict[int, tuple[StorageWeakRef, Tracker, tuple[int, int]]] = {}
         """Memory that parts of sums are made of until they are clipped; in whose passes, how many bytes it has, and
         where."""
         self.laid: tuple[StorageWeakRef, int, Tensor] | None = None
         """A storage of long rows of odd width, its version, and the same rows as matrix products read them faster."""
         self.taken: set[int] | None = None
-        """Storages of examples that operators were given, where somebody wants to know."""
+        """Storages of examples that operators were given since this was set to an empty set."""
 
     def get(self, tensor: Tensor) -> Label | None:
         with unseen_by_functions():
@@ -415,8 +395,13 @@ class Labels:
             if isinstance(region, SumCell):
                 numbers = tensor.untyped_storage().nbytes() // view[3]
                 found = Summed(region, (ViewCall(AS_STRIDED, view[:3], {}, (numbers,), view[0]),))
+            elif isinstance(region, Pieces):
+                found = region.label(view)
+            elif isinstance(region, Mixed):
+                found = region
             else:
-                found = self._derived(region, view)
+                found = region and region.rows(_in_bytes(view))
+                found = found or mixed("a view", OUT_OF_ORDER)
             if found is not None:
                 memory.known[view] = found
         return found
@@ -434,15 +419,6 @@ class Labels:
         memory.region, memory.known = cell, {}
         self.sums[storage._cdata] = memory
 
-    @staticmethod
-    def _derived(region: Region | Pieces | Mixed | None, view: View) -> Label | None:
-        if isinstance(region, Mixed):
-            return region
-        if isinstance(region, Pieces):
-            return region.label(view)
-        found = None if region is None else region.rows(_in_bytes(view))
-        return found or mixed("a view", OUT_OF_ORDER)
-
     def _of_parts(self, wrapper: Tensor) -> Label | None:
         """A tensor that is made of others, such as a nested one, is public if they all are."""
         flatten = getattr(wrapper, "__tensor_flatten__", None)
@@ -453,10 +429,6 @@ class Labels:
 
     def set(self, tensor: Tensor, label: Label) -> None:
         """Label memory that is new."""
-        self.arrange(tensor, label.plain() if isinstance(label, Mixed) else label)
-
-    def arrange(self, tensor: Tensor, label: Label) -> None:
-        """The same, where the label may say in which order the examples are (`orders`)."""
         with unseen_by_functions():
             if tensor.layout != torch.strided or tensor.is_nested or not has_own_memory(type(tensor)):
                 raise NotApart(mixed("a sparse or nested tensor", UNFOLLOWED, unknown=True))
@@ -469,7 +441,7 @@ class Labels:
             self.sums[storage._cdata] = memory
 
     def _forget_sums(self) -> None:
-        """What is known of sums that nobody holds any more."""
+        """Remove sums whose memory is freed."""
         for key in [key for key, each in self.sums.items() if each.ref.expired()]:
             over = self.sums.pop(key)
             if self._memory.get(key) is over:
@@ -490,7 +462,7 @@ class Labels:
             memory.region, memory.known = held.with_write(label.first, view_of(tensor)), {}
             return
         if whole or memory is None:
-            if isinstance(label, Rows) and _overlaps(tensor):
+            if isinstance(label, Rows) and Place.of_view(tensor, tensor) is None:
                 label = mixed("a write", "puts several examples in one place")
             if label is not None:
                 self.set(tensor, label)
@@ -571,7 +543,7 @@ class Labels:
             return not (value.is_cuda and torch.cuda.is_current_stream_capturing()) and not bool(value.any())
 
     def prune(self) -> None:
-        """Forget memory that nobody holds any more."""
+        """Remove labels of memory that is freed."""
         self.laid = None
         self._forget_sums()
         for sum_ in self.sums.values():  # of a pass that is over: autograd still holds some where one broke off
@@ -581,8 +553,8 @@ class Labels:
         self.zeros = {key: each for key, each in self.zeros.items() if not each.expired()}
 
     def alive(self, besides: Sequence[Tensor] = ()) -> bool:
-        """Whether somebody holds memory that depends on examples, besides that of these tensors. What stands for a sum
-        has no numbers."""
+        """Whether memory that depends on examples is still referenced, besides that of these tensors. Stand-ins for
+        sums do not count: they have no numbers."""
         self.prune()
         return not self._memory.keys() - self.sums.keys() <= {each.untyped_storage()._cdata for each in besides}
 
@@ -672,11 +644,11 @@ class Tracker(TorchDispatchMode):
         """Whether a model has reduced something over the batch (`Memory.reduction`) since its forward pass began, or
         has kept what it reduced before."""
         self.kept: list[StorageWeakRef] = []
-        """The memory of what models have reduced, as long as somebody holds it."""
+        """The memory of what models have reduced, as long as it is referenced."""
         self.draw: float | None = None
         """What is drawn on the host in place of a number between 0 and 1, to see whether that decides anything."""
         self.sequence: list[Any] | None = None
-        """The operators that have run, where somebody wants to know."""
+        """The operators that have run since this was set to an empty list."""
         self.answer: bool | None = None
         """What is answered where a question only skips work (`SPARED`); None: the truth."""
         self.captured = False
@@ -687,7 +659,7 @@ class Tracker(TorchDispatchMode):
         """Which nodes of autograd's graph are those of a private pass, by their numbers: sums over the examples that
         their backward passes make are kept apart, for gradients of parameters."""
         self.packed = False
-        """Whether sequences have been packed: sizes of what was tell of the examples."""
+        """Whether sequences have been packed: sizes of packed tensors depend on the examples."""
         self.unknown: Mixed | None = None
         """The last operator without a rule that was given examples."""
 
@@ -740,18 +712,15 @@ class Tracker(TorchDispatchMode):
         return label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One of the trackers that are on applies the rules."""
         if self.captured and not self.kept_elsewhere:
             self.kept_elsewhere = kept_elsewhere()
-        if not isinstance(func, OpOverload):  # it calls functions of the user's, who are followed there
-            return self._in_turn(func, args, kwargs or {})
-        with unseen_by_functions():  # a kernel: what is below was seen above
-            return self._in_turn(func, args, kwargs or {})
-
-    def _in_turn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """One of the trackers that are on applies the rules."""
-        labels = self.labels
-        if len(labels.trackers) > 1:
-            turn = labels.turn
+        labels, kwargs = self.labels, kwargs or {}
+        turn = labels.turn
+        # What a kernel calls was seen above; other operators call functions of the user's, which are followed.
+        with unseen_by_functions() if isinstance(func, OpOverload) else AS_IT_IS:
+            if len(labels.trackers) < 2:
+                return self._followed(func, args, kwargs)
             if turn is not None and turn is not self:
                 return func(*args, **kwargs)
             labels.turn = self
@@ -759,7 +728,6 @@ class Tracker(TorchDispatchMode):
                 return self._followed(func, args, kwargs)
             finally:
                 labels.turn = turn
-        return self._followed(func, args, kwargs)
 
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.sequence is not None:
@@ -797,7 +765,7 @@ class Tracker(TorchDispatchMode):
         """A tensor without numbers for a sum over the examples."""
         made = like.new_empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype)
         if made.numel():
-            made.as_strided((1,), (1,)).zero_()  # whoever looks at it sees nothing of what lay there
+            made.as_strided((1,), (1,)).zero_()  # a read of it must not show what the memory held before
         self.labels.set(made, label)
         return made
 
@@ -842,11 +810,11 @@ class Tracker(TorchDispatchMode):
         read after it was written: that is harmless only if it belongs to the same examples before and after."""
         if not isinstance(label, Rows) or label == self.labels.get(written):
             return label
-        storage, geometry = written.untyped_storage()._cdata, geometry_of(written)
+        storage, view = written.untyped_storage()._cdata, view_of(written)
         for each in args:
             if not isinstance(each, Tensor) or each.layout != torch.strided:
                 continue
-            if each.untyped_storage()._cdata == storage and geometry_of(each) != geometry:
+            if each.untyped_storage()._cdata == storage and view_of(each) != view:
                 return mixed("a write", "reads examples from where it puts others")
         return label
 
@@ -913,7 +881,7 @@ def rule_of(func: Any) -> Rule:
 
 
 def install_rules(find: Callable[[Any], Rule], linear: Callable[..., Any]) -> None:
-    """`find` gives the rule of an operator; one without a rule gives labels that say so. `linear` is what becomes of
+    """`find` gives the rule of an operator; one without a rule gives mixed labels. `linear` applies operators to
     sums over the examples."""
     _find_rule[:], _linear[:] = [find], [linear]
     _RULES.clear()

@@ -1,7 +1,7 @@
 """What does an operator make of a sum over the examples? If it is linear, it is applied to each example's part.
 
-A label is where a sum lies and which part of it a tensor shows (`Summed`): views are found when they are asked for, and
-what is written through one is written to the whole. An operator that is not known to be linear, or that puts something
+A label names the memory of a sum and which part of it a tensor shows (`Summed`): views are computed when needed, and
+a write through one is a write to the whole. An operator that is not known to be linear, or that puts something
 public beside a sum, gives mixed values.
 """
 
@@ -38,6 +38,7 @@ from vestige.engines.example_axis.operator_calls import (
     Args,
     Kwargs,
     Op,
+    axes_of,
     creates,
     outputs_of,
     transformable,
@@ -118,14 +119,18 @@ def linear(tracker: Tracker, func: Any, args: Args, kwargs: Kwargs, labelled: La
             labelled = [each for each in labelled if each[0] is not args[0]]
         if isinstance(func, OpOverload) and not any(isinstance(label, Mixed) for _, label in labelled):
             try:
-                found = _followed(tracker, func, args, kwargs, labelled)
-            except (RuntimeError, IndexError):  # of what torch cannot do with a tensor without numbers
+                if _is_view(func):
+                    found = _view(tracker, func, args, kwargs, labelled)
+                else:
+                    found = _made_of(Op(tracker, func, args, kwargs, labelled, None))
+            except (RuntimeError, IndexError):  # where an operator does not run on meta tensors
                 found = None
         if found is not None:
+            _hold(tracker, args, kwargs, labelled, found)
             return found
         first = next((label for _, label in labelled if isinstance(label, Mixed)), None)
         name = str(func).removeprefix("aten.").split(".")[0]
-        label = first or mixed(name, "is not linear in a sum over the batch", unknown=True)
+        label = first.plain() if first else mixed(name, "is not linear in a sum over the batch", unknown=True)
         written = written_by(func, args, kwargs)
         if isinstance(func, OpOverload) and _is_view(func):
             raise NotApart(label)  # what is written through it would be lost
@@ -137,16 +142,6 @@ def linear(tracker: Tracker, func: Any, args: Args, kwargs: Kwargs, labelled: La
     if written:  # without running: what stands for a sum has no memory to write to
         return written[0] if func._schema.returns else None
     return rule_of(func).apply(tracker, func, args, kwargs, [(tensor, label) for tensor, _ in labelled])
-
-
-def _followed(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    if _is_view(func):
-        found = _view(tracker, func, args, kwargs, labelled)
-    else:
-        found = _made_of(Op(tracker, func, args, kwargs, labelled, None))
-    if found is not None:
-        _hold(tracker, args, kwargs, labelled, found)
-    return found
 
 
 def _hold(tracker: Tracker, args: Args, kwargs: Kwargs, labelled: Labelled, found: Any) -> None:
@@ -445,8 +440,8 @@ def _scaled(call: Linear) -> Made:
 
 def _reduced(call: Linear) -> Made:
     """A sum, or a mean."""
-    given, shape = call.op.given.get("dim"), reduced_shape(call.op)
-    dims = {each % len(call.shape) for each in given or range(len(call.shape))} if call.shape else set()
+    shape = reduced_shape(call.op)
+    dims = axes_of(call.op.given.get("dim"), len(call.shape)) if call.shape else set()
     count = prod(call.shape[dim] for dim in dims) if call.name == "mean" else 1
     kept = [dim for dim, size in enumerate(call.shape) if dim not in dims and size > 1]
     mapped = call.by_filter() if dims and kept == [0] and not call.tensor.is_complex() else None
@@ -479,7 +474,7 @@ def _multiplied(call: Linear) -> Made:
         return [(turned, shape)]
     if left.dim() == 2 and isinstance(parts, Dense) and left.shape[1] < min(shape):  # a factor of few columns
         each = wide(parts.value)
-        few = (right if first else left.t()).clone()  # nobody else's
+        few = (right if first else left.t()).clone()  # not an alias of a tensor that may change
         of_few = (each.mT, few.expand(len(each), -1, -1)) if first else (few.expand(len(each), -1, -1), each)
         return [(Outer(*of_few), shape)]
     return [(call.mapped(lambda dense: wide(dense) @ right if first else left @ wide(dense), shape), shape)]

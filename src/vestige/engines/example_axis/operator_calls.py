@@ -126,6 +126,14 @@ def _arguments(func: OpOverload) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(defaults), defaults
 
 
+def axes_of(given: Any, rank: int) -> set[int]:
+    """The axes that an operator's `dim` names: all where it names none."""
+    several = isinstance(given, list | tuple)
+    if given is None or (several and not given):
+        return set(range(rank))
+    return {each % max(rank, 1) for each in (given if several else [given])}
+
+
 def creates(name: str) -> bool:
     """Whether an operator makes a new tensor of the shape or the type of another one, whatever its numbers."""
     return name.startswith("new_") or name.endswith("_like")

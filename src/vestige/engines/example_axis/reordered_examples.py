@@ -7,7 +7,7 @@ depends on all examples, but each entry is still a function of one. Two kinds of
   among examples that others decide, and is mixed.
 - `Positions`: the tensor holds these positions, as `sort` gives them.
 - `Joined`: the tensor stands for what a mask chooses of each row, joined to one long row.
-- `Steps`: the tensor says how many sequences go on at each step.
+- `Steps`: the tensor holds the number of sequences that have not ended, for each step.
 
 Only the operators below know them. To all others, and in every view, they are mixed values like any other.
 """
@@ -52,7 +52,7 @@ class Permuted(Ordered):
 
 @dataclass(frozen=True)
 class Packed(Permuted):
-    """The same, of as many entries as the sequences have steps: how many tells of all of them."""
+    """The same, with one entry for each step of each sequence: its size depends on all lengths."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,17 @@ class Joined(Ordered):
 
 @dataclass(frozen=True)
 class Steps(Ordered):
-    """The tensor says how many packed sequences go on at each step; before, they were padded to this width."""
+    """The tensor holds, for each step, the number of packed sequences that have not ended; they were padded to
+    `width`."""
 
     width: int = 0
 
 
-def size_tells(tracker: Tracker, tensor: Tensor) -> bool:
-    """Whether the size of a tensor may be that of packed sequences: it is packed, or made of what was."""
+def size_tells(tracker: Tracker, tensor: Tensor) -> Mixed | None:
+    """The label of a tensor whose size may be that of packed sequences: it is packed, or made of what was."""
     label = tracker.labels.get(tensor) if tracker.packed and tensor.dim() else None
-    return isinstance(label, Mixed) and (isinstance(label, Packed | Steps) or not isinstance(label, Ordered))
+    tells = isinstance(label, Packed | Steps) or (isinstance(label, Mixed) and not isinstance(label, Ordered))
+    return label if tells else None  # type: ignore[return-value]
 
 
 def arranged(operator: str, rows: Rows, owners: Sequence[int]) -> Rows | Permuted:
@@ -201,7 +203,7 @@ def joined_by_mask(tracker: Tracker, given: Tensor, mask: Tensor) -> Tensor | No
     with unseen():
         found = padded.flatten().clone()
     joined = Joined.made("masked_select", why="joins what is chosen of several examples", unknown=True, padded=padded)
-    tracker.labels.arrange(found, joined)
+    tracker.labels.set(found, joined)
     return found
 
 
@@ -216,7 +218,7 @@ class _Moved(torch.autograd.Function):
         ctx.tracker, ctx.move = tracker, move
         with unseen():
             found = move.packed(given) if move.packing else move.padded(given)
-        tracker.labels.arrange(found, move.after)
+        tracker.labels.set(found, move.after)
         return found
 
     @staticmethod
@@ -227,7 +229,7 @@ class _Moved(torch.autograd.Function):
             found = move.padded(gradient, 0.0) if move.packing else move.packed(gradient)
         if label is not None:
             same = owned(label) == owned(move.after)
-            tracker.labels.arrange(found, move.before if same else mixed("a backward pass", "mixes packed examples"))
+            tracker.labels.set(found, move.before if same else mixed("a backward pass", "mixes packed examples"))
         return found, None, None
 
 
@@ -288,7 +290,7 @@ def pack(tracker: Tracker, given: Tensor, lengths: Tensor, batch_first: bool) ->
     label = Packed.made("pack_padded_sequence", rows=rows.at(0), owners=tuple(held))
     shape = (given.shape[0], given.shape[1])
     data: Tensor = _Moved.apply(given, tracker, _Move(True, before, label, places, shape))  # type: ignore[no-untyped-call]
-    tracker.labels.arrange(sizes, Steps.made("pack_padded_sequence", width=given.shape[1 - axis]))
+    tracker.labels.set(sizes, Steps.made("pack_padded_sequence", width=given.shape[1 - axis]))
     tracker.packed = True
     return data, sizes
 
@@ -317,5 +319,5 @@ def pad(
     after = arranged("pad_packed_sequence", rows.at(axis), owners)
     shape = (count, total) if batch_first else (total, count)
     padded: Tensor = _Moved.apply(data, tracker, _Move(False, before, after, places, shape, padding))  # type: ignore[no-untyped-call]
-    tracker.labels.arrange(lengths, arranged("pad_packed_sequence", rows.at(0), owners))
+    tracker.labels.set(lengths, arranged("pad_packed_sequence", rows.at(0), owners))
     return padded, lengths

@@ -43,12 +43,13 @@ from vestige.engines.example_axis.operator_calls import (
     Args,
     Kwargs,
     Op,
+    axes_of,
     creates,
     difference,
     outputs_of,
     written_anew,
 )
-from vestige.engines.example_axis.reordered_examples import Ordered, moved, size_tells, sorted_examples
+from vestige.engines.example_axis.reordered_examples import moved, size_tells, sorted_examples
 from vestige.engines.example_axis.sums import PARTS, Found, added_up, laid, of_entries
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen_by_functions
@@ -60,16 +61,12 @@ Run = Callable[[Tracker, OpOverload, Args, Kwargs], Any]
 """Runs an operator."""
 
 
-def plainly(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    return func(*args, **kwargs)
-
-
-def ruled(labeller: Labeller, run: Run = plainly) -> Rule:
+def ruled(labeller: Labeller, run: Run | None = None) -> Rule:
     """The rule of an operator whose labels `labeller` makes of those of its arguments. What is made of mixed values is
     mixed."""
 
     def rule(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-        found = run(tracker, func, args, kwargs)
+        found = func(*args, **kwargs) if run is None else run(tracker, func, args, kwargs)
         with unseen_by_functions():
             op = Op(tracker, func, args, kwargs, labelled, found)
             arguments = [label for _, label in labelled]
@@ -87,18 +84,12 @@ def ruled(labeller: Labeller, run: Run = plainly) -> Rule:
                 given = moved(op) or given
             outputs = op.outputs
             labels = given if isinstance(given, list) else [given] * len(outputs)
-            if first_mixed(labels) is None:
-                tracker.finish(func, found, labels, args, kwargs)
-                return found
-            if problem is None:
+            if problem is None and first_mixed(labels) is not None:
                 if _of_a_batch_of_one(arguments):
                     labels = [_whole(each, arguments[0]) for each in outputs]
                 elif (own := of_slices_of_one(labelled)) is not None:
                     labels = [own] * len(outputs)
             tracker.finish(func, found, labels, args, kwargs)
-            for tensor, label in zip(outputs, labels, strict=True):
-                if isinstance(label, Ordered):
-                    tracker.labels.arrange(tensor, label)
         return found
 
     return Rule(rule)
@@ -128,14 +119,14 @@ def unknown(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labe
 
 
 def foreign(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    """An operator of somebody else's may be Python that looks at what it is given, whatever it gives back."""
+    """An operator of another library may be Python that reads values of its arguments, whatever it returns."""
     tracker.note_read(Read(f"{str(func).rpartition('.')[0]}, an operator of another library,", users_line()))
     return unknown(tracker, func, args, kwargs, labelled)
 
 
 def drawn(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    """How many random numbers are drawn, and so what others draw later, depends on values. Of an example that runs
-    alone nobody draws after it: it begins with a seed of its own, as no generator of the user's does."""
+    """How many random numbers are drawn, and so what others draw later, depends on values. An example that runs alone
+    has a seed of its own, so that no later draw depends on it; a generator of the user's has not."""
     label = of_one_example(labelled)
     if label is not None and not any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
         found = func(*args, **kwargs)
@@ -151,7 +142,7 @@ def taken_apart(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, 
 
 
 def unraised(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
-    """An operator that does nothing but raise an error if values are wrong: it would tell of them."""
+    """An operator that only raises an error if values are wrong, which would depend on examples: it is skipped."""
 
 
 def read(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
@@ -231,18 +222,12 @@ def connectionist(op: Op) -> Given:
 # --- along axes -------------------------------------------------------------------------------------------------------
 
 
-def _dims(given: Any, rank: int) -> set[int]:
-    if given is None or (isinstance(given, list | tuple) and not given):
-        return set(range(rank))
-    return {each % max(rank, 1) for each in (given if isinstance(given, list | tuple) else [given])}
-
-
 def reduced(op: Op) -> Given:
     """A reduction over some axes."""
     label, tensor = op.label("self"), op["self"]
     if label is None:
         return None
-    dims = _dims(op.given.get("dim"), tensor.dim())
+    dims = axes_of(op.given.get("dim"), tensor.dim())
     if label.axis in dims and _alone(tensor, label):
         return label.at(-1)
     if label.axis in dims:
@@ -258,7 +243,7 @@ def along(op: Op) -> Given:
     """Numbers along an axis are combined, and the axis stays; backward too, of several tensors of one rank."""
     rows = op.labelled
     dims = op["dims"] if "dims" in op.given else op.given.get("dim")
-    return op.off(op.meet(*(label for _, label in rows)), _dims(dims, rows[0][0].dim()))
+    return op.off(op.meet(*(label for _, label in rows)), axes_of(dims, rows[0][0].dim()))
 
 
 def sorted_along(op: Op) -> Given:
@@ -343,11 +328,11 @@ def diagonal(op: Op) -> Given:
 
 def cross(op: Op) -> Given:
     made = last_axes(2)(op)
-    return op.off(made[0], _dims(op["dim"], op.found.dim())) if isinstance(made, list) else made
+    return op.off(made[0], axes_of(op["dim"], op.found.dim())) if isinstance(made, list) else made
 
 
 def group_norm(op: Op) -> Given:
-    """Each row of [rows, channels, ...] by itself, if that is how the operator was told to divide its numbers."""
+    """Each row of [rows, channels, ...] by itself, if the sizes that the operator is given are those of its input."""
     rows = len(op["input"])
     as_told = "N" not in op.given or (op["N"] == rows and rows * op["C"] * op["HxW"] == op["input"].numel())
     return first_axis(op) if as_told else op.mixed()
@@ -438,7 +423,7 @@ def joined(op: Op) -> Given:
 
 def parted(op: Op) -> Given:
     """Parts along another axis than the examples'."""
-    return [op.off(op.label("self"), _dims(op.given.get("dim", 0), op["self"].dim()))] * len(op.outputs)
+    return [op.off(op.label("self"), axes_of(op.given.get("dim", 0), op["self"].dim()))] * len(op.outputs)
 
 
 def stacked(op: Op) -> Given:
@@ -575,7 +560,7 @@ def attention(op: Op) -> Given:
 def recurrent(op: Op) -> Given:
     """A frozen recurrent layer over [time, examples, width], or batch first; states are [layers, examples, width]."""
     label = op.label("input")
-    first = bool(op["batch_first"]) and op.name == "_cudnn_rnn"  # oneDNN is given time first, whatever it is told
+    first = bool(op["batch_first"]) and op.name == "_cudnn_rnn"  # oneDNN is given time first, whatever batch_first is
     states = {"hx", "cx", "hx_", "cx_"} & set(op.given)
     others = [name for name in op.given if name not in (*states, "input", "weight")]
     tables = op.given.get("weight") or ()
@@ -606,7 +591,7 @@ def looked_up(tables: str, index: str) -> Labeller:
 
 
 def member(op: Op) -> Given:
-    """Whether elements are among public ones; those that are said to differ are compared with each other."""
+    """Whether elements are among public ones; with `assume_unique` they are compared with each other."""
     return op.mixed() if op.given.get("assume_unique") else looked_up("test_elements", "elements")(op)
 
 
@@ -759,9 +744,8 @@ READS = "histc masked_scatter _pack_padded_sequence"
 def new(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:
     """A new public tensor, in the shape or of the type of another one."""
     found = tracker.public(func, args, kwargs)
-    if "_like" in func.overloadpacket.__name__ and size_tells(tracker, args[0]):
-        return tracker.finish(func, found, [tracker.labels.get(args[0])], args, kwargs)
-    return found
+    tells = size_tells(tracker, args[0]) if "_like" in func.overloadpacket.__name__ else None
+    return found if tells is None else tracker.finish(func, found, [tells.plain()], args, kwargs)
 
 
 def copied_into(tracker: Tracker, func: OpOverload, args: Args, kwargs: Kwargs, labelled: Labelled) -> Any:

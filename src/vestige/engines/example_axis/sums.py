@@ -31,7 +31,7 @@ from vestige.engines.example_axis.labels import (
     one_example,
     written_by,
 )
-from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, new_form, transformable
+from vestige.engines.example_axis.operator_calls import Args, Kwargs, Op, axes_of, new_form, transformable
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import unseen_by_functions
 from vestige.engines.per_example.gradient_forms import (
@@ -173,8 +173,7 @@ def of_axes(op: Op) -> Found:
     label, tensor = op.label("self"), op["self"]
     if label is None or not whole(label, tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    given = op.given.get("dim")
-    dims = [each % tensor.dim() for each in given or range(tensor.dim())]
+    dims = axes_of(op.given.get("dim"), tensor.dim())
     if label.axis not in dims:
         return None
     each = alone(label, tensor)
@@ -184,9 +183,8 @@ def of_axes(op: Op) -> Found:
 
 
 def reduced_shape(op: Op) -> list[int]:
-    tensor, given = op["self"], op.given.get("dim")
-    dims = {each % tensor.dim() for each in given or range(tensor.dim())}
-    kept = bool(op.given.get("keepdim"))
+    tensor, kept = op["self"], bool(op.given.get("keepdim"))
+    dims = axes_of(op.given.get("dim"), tensor.dim())
     return [1 if place in dims else size for place, size in enumerate(tensor.shape) if kept or place not in dims]
 
 

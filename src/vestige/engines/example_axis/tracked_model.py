@@ -86,7 +86,7 @@ class TrackedModel:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout = model, layout
         self.in_forward = False
-        """Whether a forward pass goes on: gradients that are taken inside it are not those of the losses."""
+        """Whether a forward pass is running: gradients that are taken inside it are not those of the losses."""
         names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
         self._holders: dict[str, list[Holder]] = {name: [] for name in names.values()}
         """Every place that holds a parameter of the layout: several, where weights are tied."""
@@ -208,7 +208,7 @@ class Proved:
         self._batches += 1
         tracker, examples = self.tracker, len(batch[0]) // views
         tracker.reduced = False
-        batch = [part.clone() for part in batch]  # what the model keeps of them is nobody else's memory
+        batch = [part.clone() for part in batch]  # so that what the model keeps of them is not the caller's memory
         for part in batch:
             tracker.label_rows(part, examples, self._batches, views)
         try:
@@ -238,7 +238,7 @@ class Proved:
 
 
 def require_forgotten(labels: Labels, problem: type[RowsNotApart] = ExampleKept, besides: Batch = ()) -> None:
-    """After a pass: raise ValueError if somebody still holds memory of examples, besides that of these tensors."""
+    """After a pass: raise ValueError if memory of examples is still referenced, besides that of these tensors."""
     if labels.alive(besides):
         OldestNode.empty_queues()
         gc.collect()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 unseen_by_functions = torch._C.DisableTorchFunction
 """Inside, sizes and storages of tensors are read without `TrackedFunctions`: its calls cost more than the reads."""
-_AS_IT_IS = nullcontext()
+AS_IT_IS = nullcontext()
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def unseen() -> Iterator[None]:
 def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Norms and sums are float32 whatever autocast says."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else AS_IT_IS
 
 
 LIBRARY = torch.library.Library("vestige", "FRAGMENT")

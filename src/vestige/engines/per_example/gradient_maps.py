@@ -64,7 +64,7 @@ def rearranged(gradient: Gradient, before: Sequence[int], order: Sequence[int]) 
 
 
 def _rearranged_place(place: Place, before: Sequence[int], order: Sequence[int]) -> Place | None:
-    """Where the numbers of a factored form lie after the axes were put in another order: only of all numbers."""
+    """The place of a factored form after its axes were permuted; None unless it covers all numbers."""
     if prod(place.size) != prod(before) or not place.contiguous or place.offset:
         return None
     base = torch.empty([before[axis] for axis in order], device="meta")

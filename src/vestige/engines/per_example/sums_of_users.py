@@ -1,7 +1,7 @@
 """How is a user with several rows clipped once? By the norm of the sum of the rows' gradients, each user's apart.
 
 Only the norm needs a user's rows together: with the factor that follows from it every row is added by itself, as rows
-are that are users of their own. So a pass, and what is captured of it, is about rows, whoever owns them.
+are that are users of their own. So a pass, and its CUDA graph, is about rows, however they are distributed over users.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class RowCounts:
 @dataclass(frozen=True)
 class UserRows:
     """Which rows of a batch are whose: a user's lie side by side, in the order of the users, from the first row on.
-    Rows after those of the last user are nobody's.
+    Rows after those of the last user belong to no user.
 
-    Formal guarantees: a row is in the sum of one user at most, and nobody's rows are in none, whatever they are.
+    Formal guarantees: a row is in the sum of one user at most, and rows of no user are in none, whatever they are.
     """
 
     counts: Tensor
-    """How many rows each user has: [users], whole numbers on the device of the rows; none where nobody is."""
+    """How many rows each user has: [users], whole numbers on the device of the rows; 0 for an absent user."""
     rows: int
     most: int
     equal: bool
-    """Whether whoever is there has `most`."""
+    """Whether every present user has `most`."""
 
     @cached_property
     def _ends(self) -> Tensor:
@@ -99,7 +99,7 @@ class UserRows:
 
     @cached_property
     def _owners(self) -> Tensor:
-        """Whose each row is; a number beyond the last user's: nobody's."""
+        """The user of each row; the number of users for rows of no user."""
         places = torch.arange(self.rows, device=self.counts.device)
         return torch.searchsorted(self._ends, places, right=True)
 
