@@ -608,6 +608,31 @@ def test_a_checkpoint_of_another_process_needs_its_ledger(tmp_path):
         engine_of(ledger=tmp_path / "l.jsonl", resume=True, batch_size=6)
 
 
+def test_a_checkpoint_of_another_ledger_is_refused(tmp_path):
+    """What was asked after it was saved is in the ledger that it was trained on alone."""
+    for ledger in ("one", "other"):
+        engine, model, optimizer, loader = engine_of(ledger=tmp_path / f"{ledger}.jsonl")
+        x, y = next(iter(loader))
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        if ledger == "one":
+            engine.save_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+            engine.close()
+    with pytest.raises(LedgerError, match=r"other.jsonl does not contain what the checkpoint was trained on"):
+        engine.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+
+
+def test_an_engine_is_for_one_model():
+    """Steps of both would be charged as those of one."""
+    engine, model, optimizer, loader = engine_of()
+    other = make_toy()[0]
+    with pytest.raises(ValueError, match="make_private was called before: use a new PrivacyEngine"):
+        engine.make_private(
+            module=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(*make_toy()[1]), batch_size=12), noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+
 def test_dictionaries_and_keyword_arguments_reach_the_model():
     class Both(nn.Module):
         def __init__(self):

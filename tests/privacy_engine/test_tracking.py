@@ -248,6 +248,37 @@ def test_a_leak_is_refused_at_its_line(name):
     assert not steps.ledger.spent
 
 
+def test_a_call_is_about_rows_of_one_batch():
+    _, model, optimizer, loader = private(Scaled())
+    kept = None
+    for x, y in loader:
+        if kept is not None:
+            with pytest.raises(ValueError, match="arguments of the private model are rows of different batches"):
+                model(x, kept)
+            break
+        LOSS(model(x, x[:, :4]), y).backward()
+        optimizer.step()
+        kept = x[:, :4]
+    assert kept is not None
+
+
+def test_a_loss_of_what_a_model_leaves_beside_its_outputs_is_refused():
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.inside = self.map(x)
+            return self.head(self.inside)
+
+    _, model, _, loader = private(Leaves())
+    x, _ = next(iter(loader))
+    model(x)
+    with pytest.raises(ValueError, match="the gradient of 'map.bias' is not one example's: sum at .* is a reduction"):
+        model.inside.square().sum().backward()
+
+
 def test_rows_of_an_earlier_batch_come_back_to_nobody():
     _, model, optimizer, loader = private(make_toy()[0], batch=8, poisson_sampling=False)
     kept = []
