@@ -255,6 +255,15 @@ def test_what_is_not_linear_in_a_sum_is_left_to_one_example_at_a_time(function):
     torch.testing.assert_close(into.view(3, 4), torch.stack(rows).sum(0), rtol=1e-4, atol=1e-5)
 
 
+LOWER = torch.ones(4, 4).tril(-1) > 0
+
+
+def into_places(weight: Tensor) -> Tensor:
+    found = torch.zeros(4, 4)
+    found[LOWER] = weight.flatten()[:6]
+    return found + found.mT
+
+
 class Made(nn.Module):
     """A layer whose weight a function makes of a parameter, before another one."""
 
@@ -286,8 +295,9 @@ def clipped_sum_and_engine(model: nn.Module) -> tuple[Tensor, Tensor, BookKeepin
     [
         torch.matrix_exp, torch.linalg.matrix_exp, Tensor.matrix_exp, lambda w: torch.matrix_exp(w - w.mT),
         lambda w: torch.linalg.cross(w[:, :3], w[:3].mT) @ w[:3],
+        lambda w: F.pad(w[LOWER], (0, 10)).view(4, 4), lambda w: F.pad(w[:, LOWER[3]], (0, 1)), lambda w: into_places(w),
     ],
-    ids=["matrix_exp", "of linalg", "of tensors", "orthogonal", "cross"],
+    ids=["matrix_exp", "of linalg", "of tensors", "orthogonal", "cross", "by mask", "columns by mask", "into a mask"],
 )  # fmt: skip
 def test_functions_that_random_programs_do_not_draw(function, scale):
     want, found, engine = clipped_sum_and_engine(Made(function, scale))

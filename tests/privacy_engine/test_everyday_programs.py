@@ -526,6 +526,23 @@ def handled(x):
         return x
         raise ValueError("never")
     return x * 2
+
+def torch_compilable_check(condition, message):
+    torch._check_tensor_all_with(ValueError, condition, lambda: message)
+
+def called(x):
+    torch_compilable_check(
+        x.min() > 0,
+        f"negative: {x.min()}, {x.sum():.3f}",
+    )
+    return x * 2
+
+def formatted(x):
+    return x * len(f"{x.min()}")
+
+def converted(x):
+    torch_compilable_check(x[x > 0].numel() == x.numel(), "negative")
+    return x * 2
 """
 """Of an installed library: those that only raise come first, `undecided` needs both answers."""
 
@@ -561,25 +578,40 @@ def stepped(change, x):
     return model(next(iter(loader))[0])
 
 
-@pytest.mark.parametrize("name", ["simple", "denied", "several", "asserted"])
+@pytest.mark.parametrize("name", ["simple", "denied", "several", "asserted", "called"])
 def test_a_check_of_a_library_that_only_raises_sees_nothing(name, library):
     for x in (inputs().abs() + 0.1, -inputs().abs() - 0.1):
         assert stepped(library[name], x).shape == (ROWS, 3)
 
 
-@pytest.mark.parametrize("name", ["other_way", "by_number", "undecided", "nested", "handled"])
+@pytest.mark.parametrize("name", ["other_way", "by_number", "undecided", "nested", "handled", "formatted", "converted"])
 def test_a_look_that_decides_anything_else_is_a_look(name, library):
     for x in (inputs().abs() + 0.1, -inputs().abs() - 0.1):
         with pytest.raises(ValueError, match="looks at a value of the examples"):
             stepped(library[name], x)
 
 
-def test_a_check_of_the_users_own_is_a_look():
-    def checked(x):
-        if (x < 0).any():
-            raise ValueError("negative")
-        return x
+def raised(x):
+    if (x < 0).any():
+        raise ValueError("negative")
+    return x
 
+
+def called_by_the_user(x):
+    torch._check_tensor_all_with(ValueError, x >= 0, lambda: "negative")
+    return x
+
+
+def named_like_a_check(x):
+    def torch_compilable_check(condition, message):
+        return condition
+
+    torch_compilable_check(True, f"negative: {x.min()}")
+    return x
+
+
+@pytest.mark.parametrize("checked", [raised, called_by_the_user, named_like_a_check])
+def test_a_check_of_the_users_own_is_a_look(checked):
     with pytest.raises(ValueError, match="looks at a value of the examples"):
         stepped(checked, inputs().abs())
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
@@ -34,7 +34,16 @@ from vestige.engines.reference import Reference, placed
 from vestige.layout import Layout, Segment, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.gradient_transforms import Term, UnequalMean, terms_of
-from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses, of_torch, scored
+from vestige.mechanism.losses.criteria import (
+    BY_PLACE,
+    Form,
+    NotByExample,
+    Targets,
+    counts_targets,
+    example_losses,
+    of_torch,
+    scored,
+)
 from vestige.processes.parameter_shards import ShardedSum
 from vestige.tf32 import slack
 
@@ -132,10 +141,12 @@ class BookKeeping:
             tracker.reduced = False
             if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
                 return found
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(batch[0])):
-                shape = tuple(leaf.shape)
-                raise NotApart(f"the model gives a tensor of shape {shape}, not a row for each example", unknown=True)
+        outputs = tree_map(partial(_by_example, len(batch[0])), outputs)
+        leaves = tree_leaves(outputs)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            for leaf in leaves:
+                if isinstance(leaf, NotByExample):
+                    leaf.refused()
         return example_losses(self.loss, outputs, targets)
 
     def _rowwise(self, outputs: Any, targets: Targets) -> Any:
@@ -210,6 +221,16 @@ def add_weighted(
             with placed(kept, s) as where:
                 _add(added, s, place[s.scale], where)
     return norms
+
+
+def _by_example(examples: int, output: Any) -> Any:
+    """An output as a loss is given it that is called for each example."""
+    if not isinstance(output, Tensor) or (output.dim() and len(output) == examples):
+        return output
+    shape = tuple(output.shape)
+    return NotByExample(
+        NotApart(f"the model gives a tensor of shape {shape}, not a row for each example", unknown=True)
+    )
 
 
 def _factors(of_examples: Tensor, users: UserRows | None) -> tuple[Tensor, Tensor]:

@@ -27,17 +27,42 @@ BETWEEN = (
 )
 """Files whose frames are between the check and the operator that reads the value."""
 
+CHECK = "torch_compilable_check"
+"""What transformers' models call with a condition, and with the words of an error."""
+TORCHS = os.path.join(_TORCH, "__init__.py")
+"""Where torch has functions of this kind, `torch._check` and others."""
+
 Span = tuple[int | None, int | None, int | None, int | None]
 
 
 def answer() -> bool | None:
     """What is answered to the library's code that asks; None where the value is looked at for something else."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(BETWEEN):
-        frame = frame.f_back
+    frame, called = _asking(), False
+    while frame is not None and _is_check(frame.f_code):
+        frame, called = frame.f_back, True
     if frame is None or not frame.f_code.co_filename.startswith(LIBRARIES):
         return None
-    return _of(frame.f_code, frame.f_lasti)
+    return True if called else _of(frame.f_code, frame.f_lasti)
+
+
+def is_message() -> bool:
+    """Whether a library's code asks for words that a check would raise with its error."""
+    frame = _asking()
+    if frame is None or not frame.f_code.co_filename.startswith(LIBRARIES):
+        return False
+    return any(first <= frame.f_lineno <= last for first, last in _calls(frame.f_code.co_filename))
+
+
+def _asking() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+def _is_check(code: CodeType) -> bool:
+    """Whether a function does nothing but raise an error if a condition does not hold."""
+    return code.co_name == CHECK or (code.co_name.startswith("_check") and code.co_filename == TORCHS)
 
 
 @cache
@@ -53,13 +78,28 @@ def _of(code: CodeType, at: int) -> bool | None:
 @cache
 def _checks(path: str) -> tuple[ast.If | ast.Assert, ...]:
     """The conditions of a file of which one branch only raises an error."""
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError):
-        return ()
     return tuple(
-        node for node in ast.walk(tree) if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node))
+        node
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node))
     )
+
+
+@cache
+def _calls(path: str) -> tuple[tuple[int, int], ...]:
+    """The first and last lines of the calls of such functions in a file."""
+    return tuple(
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == CHECK
+    )
+
+
+def _tree(path: str) -> ast.Module:
+    try:
+        return ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError):
+        return ast.Module([], [])
 
 
 def _raises(node: ast.If) -> bool:

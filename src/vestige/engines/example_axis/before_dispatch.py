@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from math import ceil, inf, log2
+from math import ceil, inf, log2, prod
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from vestige.class_axis import classes_last
-from vestige.engines.example_axis import reordered_examples
+from vestige.engines.example_axis import argument_checks, reordered_examples
 from vestige.engines.example_axis.labels import (
     Label,
     NotApart,
@@ -51,6 +51,8 @@ NUMBERS = (
 ONE_BY_ONE = (
     "`vestige.train` runs such a model one example at a time; a rule for your own layer: docs/adding-a-layer.md"
 )
+UNSAID = "(not looked at)"
+"""What stands in the words of an error for a value of the examples."""
 LEGACY = ("size_average", "reduce")
 READS = (
     *(Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__array__, Tensor.__format__, Tensor.__deepcopy__),
@@ -418,6 +420,8 @@ def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
         read = tracker.labels.memories(args)
     if not read:
         return function(*args, **kwargs)
+    if function is Tensor.__format__ and argument_checks.is_message():
+        return UNSAID
     tracker.note_read(Read(function.__name__.strip("_"), users_line()))
     with unseen():
         return function(*args, **kwargs)
@@ -507,14 +511,45 @@ def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict
 
 
 def _set_by_mask(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One value for all entries that a mask chooses, without choosing entries by what the mask holds."""
+    """One value for all entries that a mask chooses, or each row's own one after the other, without choosing entries by
+    what the mask holds."""
     into, mask, value = args
     one = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == into.shape[: mask.dim()]
-    if not one or not isinstance(value, Tensor) or value.dim() > into.dim() - mask.dim() or in_transform(into):
+    if not one or not isinstance(value, Tensor) or in_transform(into):
         return mode.watched(function, (), args, kwargs)
     where = mask.reshape(*mask.shape, *[1] * (into.dim() - mask.dim()))
-    into.copy_(torch.where(where, value.to(into.dtype), into))
-    return None
+    if value.dim() <= into.dim() - mask.dim():
+        into.copy_(torch.where(where, value.to(into.dtype), into))
+        return None
+    found = _scattered(mode, into, where, value.to(into.dtype))
+    return mode.watched(function, (), args, kwargs) if found is None else (into.copy_(found), None)[1]
+
+
+def _scattered(mode: TrackedFunctions, given: Tensor, mask: Tensor, source: Tensor) -> Tensor | None:
+    """`masked_scatter` of each row's own numbers into the places that a mask chooses in it: as torch does where every
+    row has as many as its mask takes. Where a row has fewer, its last ones are taken again, and no other row's."""
+    if not mode.inside or any(map(in_transform, (mask, source))) or mask.dim() != given.dim() or not source.numel():
+        return None
+    label, rows, chosen = (mode.tracker.labels.get(each) for each in (source, given, mask))
+    if not isinstance(label, Rows) or not isinstance(rows, Rows) or not isinstance(chosen, Rows | None):
+        return None
+    one = Rows(0, 1, len(given), rows.batch)
+    before = max(label.axis, 0)
+    ordered = source.shape[: before + 1] == (*[1] * before, label.count * label.inner) and not label.first
+    if rows != one or chosen not in (one, None) or label[2:4] != one[2:4] or not ordered or source.dtype != given.dtype:
+        return None
+    whole, axis = mask.expand(given.shape), given.dim()
+    while axis > 1 and (whole.stride(axis - 1) == 0 or whole.shape[axis - 1] == 1):
+        axis -= 1  # an entry of the mask is for so many numbers
+    width = prod(given.shape[axis:])
+    if source.numel() // len(given) % width:
+        axis, width = given.dim(), 1
+    own = source.reshape(len(given), -1, width)
+    first: Any = (..., *[0] * (given.dim() - axis))
+    taken = whole[first].reshape(len(given), -1)
+    places = (taken.cumsum(1) - 1).clamp(min=0, max=own.shape[1] - 1)
+    found = own.gather(1, places[:, :, None].expand(-1, -1, width))
+    return torch.where(whole, found.view(given.shape), given)
 
 
 def _bilinear(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -587,6 +622,7 @@ HANDLERS: dict[Any, Handler] = {
     F.group_norm: _group_norm,
     F.instance_norm: _group_norm,
     **dict.fromkeys((Tensor.masked_select, torch.masked_select), _reordered(_select)),
+    **dict.fromkeys((Tensor.masked_scatter, torch.masked_scatter), _reordered(_scattered)),
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
     torch._C._nn.pad_sequence: _pad_examples,

@@ -35,13 +35,18 @@ def indices_of(op: Op, rank: int) -> list[Any]:
     return [*[None] * (op["dim"] % rank if "dim" in op.given else 0), given]
 
 
+def as_numbers(indices: Sequence[Any]) -> list[Any]:
+    """The same indices, with the places that a mask chooses instead of the mask."""
+    return [part for each in indices for part in (each.nonzero().unbind(1) if is_mask(each) else (each,))]
+
+
 class Entries:
     """`table[indices]`, of a table of this shape, whose masks are public."""
 
     def __init__(self, op: Op, table: Sequence[int]) -> None:
         self.op, self.table, given = op, table, indices_of(op, max(1, len(table)))
         self.masked = any(map(is_mask, given))
-        numbers = [part for each in given for part in (each.nonzero().unbind(1) if is_mask(each) else (each,))]
+        numbers = as_numbers(given)
         self.indices: dict[int, Tensor] = {place: each for place, each in enumerate(numbers) if each is not None}
         """By the axis of the table that each is for."""
         self.shape = torch.broadcast_shapes(*(index.shape for index in self.indices.values()))

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
+from vestige.engines.example_axis.indexed_entries import as_numbers
 from vestige.engines.example_axis.labels import (
     AS_STRIDED,
     Label,
@@ -368,11 +369,14 @@ def _one_by_one(call: Linear) -> Made:
     if not _no_constant(call, place):
         return None
     own = func.namespace == "vestige"  # an operator of ours, which is not to be transformed
-    shapes = func(**op.given) if own else on_meta(func, op.given)
+    given = op.given
+    if "indices" in given and isinstance(given["indices"], list | tuple):
+        given = {**given, "indices": as_numbers(given["indices"])}
+    shapes = func(**given) if own else on_meta(func, given)
     outputs = list(shapes) if isinstance(shapes, tuple | list) else [shapes]
 
     def one(number: int, part: Tensor) -> Tensor:
-        found = func(**{**op.given, place: part})
+        found = func(**{**given, place: part})
         return found[number] if isinstance(found, tuple | list) else found
 
     def back(number: int, dense: Tensor) -> Tensor:

@@ -302,7 +302,8 @@ def added_in_entries(op: Op) -> tuple[Tensor, Rows | None, Entries | None]:
     name = VALUES.get(op.name.rstrip("_"), "values")
     table = (op["num_weights"], op["grad_output"].shape[-1]) if name == "grad_output" else op["self"].shape
     odd = not op.given.get("accumulate", True) or op.given.get("scale_grad_by_freq") or not op.public("self")
-    odd = odd or any(map(is_mask, indices_of(op, max(1, len(table)))))
+    masks = [each for each in indices_of(op, max(1, len(table))) if is_mask(each)]
+    odd = odd or any(op.tracker.labels.get(each) is not None for each in masks)
     return op[name], op.label(name), None if odd else Entries(op, table)
 
 

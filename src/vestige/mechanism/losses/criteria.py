@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from vestige.class_axis import classes_last
 from vestige.vmap_fallback import quietly
@@ -62,6 +62,26 @@ class Form:
 BY_PLACE = Form()
 
 
+class NotByExample:
+    """Stands, in what a loss is given, for an output that has no row for each example: it may be passed on, and whoever
+    computes with it gets the error."""
+
+    def __init__(self, problem: Exception) -> None:
+        object.__setattr__(self, "problem", problem)
+
+    def refused(self, *_: object, **__: object) -> Any:
+        raise object.__getattribute__(self, "problem")
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __float__ = __format__ = refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refused
+    __neg__ = __pow__ = __matmul__ = __lt__ = __le__ = __gt__ = __ge__ = refused
+    __torch_function__ = classmethod(lambda cls, function, types, args=(), kwargs=None: _refused_by(args, kwargs))
+
+
+def _refused_by(args: object, kwargs: object) -> Any:
+    next(each for each in tree_leaves((args, kwargs)) if isinstance(each, NotByExample)).refused()
+
+
 def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
     """The loss of each example, [examples]; outputs and targets have the examples on their first axis.
 
@@ -102,7 +122,9 @@ def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) 
             f"the model returns a {type(outputs).__name__}, which cannot be taken apart into examples: return tensors, "
             "or tuples or dictionaries of them"
         )
-    kept = [leaf if isinstance(leaf, CONSTANTS) else None for leaf in leaves]  # a cache, say, is everybody's
+    kept = [
+        leaf if isinstance(leaf, (*CONSTANTS, NotByExample)) else None for leaf in leaves
+    ]  # a cache, say, is everybody's
 
     def one(*rows: Tensor) -> Tensor:
         own_targets, given = rows[: len(targets)], iter(rows[len(targets) :])
