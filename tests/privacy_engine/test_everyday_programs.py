@@ -475,6 +475,18 @@ def test_an_optimizer_that_needs_several_gradients_is_refused():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("rows", [2, ROWS])
+def test_what_has_no_numbers_is_nobodys(rows):
+    """As the part of a head that is not turned by its position, where all of it is."""
+    x = inputs()[:rows]
+
+    def change(x):
+        heads = x[:, None, None]
+        return torch.cat([heads[..., :-6], heads], dim=-1).sum((1, 2))
+
+    torch.testing.assert_close(stepped(change, x).detach(), stepped(lambda x: x, x).detach())
+
+
 # --- errors of libraries ----------------------------------------------------------------------------------------------
 
 

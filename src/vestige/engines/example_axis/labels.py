@@ -399,6 +399,8 @@ class Labels:
                 found = region.label(view)
             elif isinstance(region, Mixed):
                 found = region
+            elif 0 in view[0]:
+                return None  # it has no numbers
             else:
                 found = region and region.rows(_in_bytes(view))
                 found = found or mixed("a view", OUT_OF_ORDER)
