@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
+from torch.nn.utils import parametrize
 
 import vestige
 from vestige.layout import Layout, call_with, device_of
@@ -98,6 +99,35 @@ class TwoNames(nn.Module):
 
     def forward(self, x):
         return self.other(self.head(self.again(self.inner(x).tanh()) + self.shift))
+
+
+class ParametrisedMeanwhile(nn.Module):
+    """As peft's adapters of the experts of a mixture, which are no modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.own = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        class Scaled(nn.Module):
+            def forward(inner, weight):
+                return weight * self.own
+
+        parametrize.register_parametrization(self.inner, "weight", Scaled())
+        try:
+            return self.inner(x)
+        finally:
+            parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+
+
+def test_a_call_with_other_values_of_a_model_that_parametrises_them_meanwhile():
+    model, x = ParametrisedMeanwhile(), torch.randn(2, 3)
+    expected, names = model(x), [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):
+        torch.testing.assert_close(call_with(model, values, (x,)), expected)
+        assert names == [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        assert isinstance(model.inner.weight, nn.Parameter)
 
 
 def test_a_call_with_other_values_leaves_the_model_its_own():

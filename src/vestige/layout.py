@@ -195,20 +195,22 @@ def call_with(
 ) -> Any:
     """A call of a model with these values in place of its parameters and buffers of the same names.
 
-    Not `torch.func.functional_call`: where a module has two names, that leaves the values in the model.
+    Not `torch.func.functional_call`: where a module has two names, that leaves the values in the model. A forward pass
+    that parametrises a weight for as long as it runs, as adapters of experts do, puts the value back as a buffer.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     wanted = {id(tensor): values[name] for name, tensor in named if name in values}
-    holders: list[dict[str, Any]] = [
-        holder for module in modules_of(model) for holder in (module._parameters, module._buffers)
-    ]
-    held = [(holder, key, tensor) for holder in holders for key, tensor in holder.items() if id(tensor) in wanted]
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in modules_of(model):
+        pairs += [(module._parameters, module._buffers), (module._buffers, module._parameters)]
+    held = [(*pair, key, tensor) for pair in pairs for key, tensor in pair[0].items() if id(tensor) in wanted]
     try:
-        for holder, key, tensor in held:
+        for holder, _, key, tensor in held:
             holder[key] = wanted[id(tensor)]
         return model(*args, **(kwargs or {}))
     finally:
-        for holder, key, tensor in held:
+        for holder, other, key, tensor in held:
+            other.pop(key, None)
             holder[key] = tensor
 
 
