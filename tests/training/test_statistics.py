@@ -3,21 +3,25 @@
 import importlib.util
 import pickle
 from collections import Counter
+from math import exp
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq
+from scipy.special import ndtr as normal
 from torch import nn
 
 import vestige
 from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.accounting.meaning.users import guarantee_of_user
 from vestige.priced_questions import ExponentialMechanism, Gaussian, SampledGaussian
 from vestige.training.persistence import begun as begun_with
 from vestige.training.persistence import check_same
 from vestige.training.run_folder import RunFolder
-from vestige.training.verify import verify
+from vestige.training.verify import facts_of, reprice, verify
 
 LOSS = nn.functional.cross_entropy
 ROWS = np.random.default_rng(0).normal([3.0, -20.0], [1.0, 5.0], size=(4000, 2))
@@ -124,6 +128,28 @@ def test_a_thresholds_delta_is_a_part_of_delta_and_no_run_takes_it():
     data = torch.randn(500, 2), torch.randint(2, (500,))
     with pytest.raises(ValueError, match="a delta of its own"):
         vestige.train(nn.Linear(2, 2), LOSS, data, epsilon=1, delta=1e-5, sample_rate=0.1, steps=2, statistics=found)
+
+
+def test_a_ledger_of_a_threshold_is_verified_with_its_delta(tmp_path):
+    """Against the closed form of a Gaussian mechanism. What a threshold shows of somebody with several rows has no
+    price: a word that is in all of them passes far more often than one that is in a single row."""
+    ledger = tmp_path / "asked" / "ledger.jsonl"
+    ledger.parent.mkdir()
+    wanted = {"t": vestige.Vocabulary(size=10, delta=9e-6)}
+    vestige.private_statistics({"t": ["a b"] * 500}, vocabulary=wanted, noise_multiplier=3, delta=1e-5, ledger=ledger)
+    checked = verify(ledger.parent)
+
+    def missing(epsilon, mu=1 / 3):
+        return normal(mu / 2 - epsilon / mu) - exp(epsilon) * normal(-mu / 2 - epsilon / mu) - (1e-5 - 9e-6)
+
+    assert checked.guarantee.delta == 1e-5
+    assert checked.guarantee.epsilon == pytest.approx(brentq(missing, 0, 10), rel=1e-4)
+    assert checked.guarantee.meaning is None, "an attacker sees the words, too"
+    terms = {**read(ledger).facts, "selection_delta": 1e-5}
+    assert "words were shown by thresholds" in reprice(read(ledger).asks, 1e-5, terms).reasons[0]
+    assert guarantee_of_user(read(ledger).asks, 1e-5, facts_of(read(ledger).facts), 1).epsilon is not None
+    with pytest.raises(ValueError, match=r"rows_per_user=2: .* shown by a threshold"):
+        guarantee_of_user(read(ledger).asks, 1e-5, facts_of(read(ledger).facts), 2)
 
 
 def test_a_run_counts_them_and_its_ledger_verifies(tmp_path):

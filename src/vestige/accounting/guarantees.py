@@ -71,6 +71,8 @@ class Facts:
     filter_epsilon: float | None = None
     users: Users | None = None
     """Whose presence is hidden: all rows of a user; None: one row."""
+    selection_delta: float = 0.0
+    """Of delta, with what probability a threshold shows a word of one row alone: what was asked has the rest of it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,14 +163,15 @@ def guarantee(
     check_delta(delta)
     if facts.arithmetic not in ARITHMETICS:
         raise ValueError(f"arithmetic={facts.arithmetic!r} is unknown; choose from {', '.join(ARITHMETICS)}")
-    reasons = (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
-    if _reasons_but_noise(history, facts):
+    reasons = (*_reasons_but_noise(history, delta, facts), *_reasons_of_noise(facts))
+    if _reasons_but_noise(history, delta, facts):
         return Guarantee(None, delta, "none", None, reasons, _assumptions(facts, recorded, neglected=False))
-    by_renyi = epsilon(history, delta, "rdp")
+    left = delta - facts.selection_delta
+    by_renyi = epsilon(history, left, "rdp")
     filtered = facts.schedule == "filtered"
     lost = _lost(by_renyi, history, facts)
-    neglected = lost > LARGEST_LOSS * delta
-    spent = facts.filter_epsilon if filtered else epsilon(history, delta if neglected else delta - lost)
+    neglected = lost > LARGEST_LOSS * left
+    spent = facts.filter_epsilon if filtered else epsilon(history, left if neglected else left - lost)
     broken: tuple[str, ...] = ()
     if spent is not None and by_renyi < inf and filtered and by_renyi > spent:
         broken = (f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them",)
@@ -179,7 +182,8 @@ def guarantee(
     proved = spent if filtered and not broken else by_renyi
     assumptions = _assumptions(facts, recorded, neglected)
     accountant = "renyi filter" if filtered else "pld"
-    result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, asked=tuple(history.items()))
+    asked = None if facts.selection_delta else tuple(history.items())
+    result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, asked=asked)
     if facts.users is not None:
         result = replace(result, adjacency=facts.users.adjacency)
         if facts.users.choice_epsilon:
@@ -221,7 +225,7 @@ def _lost(spent: float, history: History, facts: Facts) -> float:
 
 def reasons_against(history: History, facts: Facts) -> tuple[str, ...]:
     """Why no epsilon holds for such questions under these facts; nothing where one does."""
-    return (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
+    return (*_reasons_but_noise(history, 1.0, facts), *_reasons_of_noise(facts))
 
 
 def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:
@@ -251,8 +255,10 @@ def _reasons_of_users(history: History, facts: Facts) -> list[str]:
     return []
 
 
-def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
+def _reasons_but_noise(history: History, delta: float, facts: Facts) -> tuple[str, ...]:
     reasons = []
+    if facts.selection_delta and not facts.selection_delta < delta:
+        reasons.append(f"words were shown by thresholds, which alone cost a delta of {facts.selection_delta:g}")
     if facts.sampling not in SAMPLING:
         reasons.append(
             f"batches were drawn by {facts.sampling} sampling, for which the Poisson price is not an upper bound"

@@ -115,6 +115,7 @@ FORMS: dict[str, dict[str, Callable[[object], bool]]] = {
         "steps": _whole(1),
         "sample_rate": _number(0, 1),
         "delta": _number(0, 1),
+        "selection_delta": _number(0, 1),
         "noise_multiplier": _number(SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER),
         "sampling": _text,
         "noise": _text,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,9 @@ class PrivateStatistics:
 
     def guarantee(self) -> accounting.Guarantee:
         """What these answers cost by themselves, at `delta`."""
-        facts = accounting.Facts(sampling="every-example", noise=self.noise)
+        facts = accounting.Facts(sampling="every-example", noise=self.noise, selection_delta=self.selection_delta)
         known = {} if self.ledger is None else self.ledger.assumptions
-        left = self.delta - self.selection_delta
-        found = accounting.guarantee(Counter(self.questions), left, facts, known)
-        return replace(found, delta=self.delta)
+        return accounting.guarantee(Counter(self.questions), self.delta, facts, known)
 
     def scaled(self, inputs: object) -> torch.Tensor:
         """Columns of an array less their noised means, over their noised deviations: `StandardScaler`'s place."""
@@ -188,7 +186,8 @@ def private_statistics(
     key = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
     books = Ledger(None if ledger is None else Path(ledger))
     questions = tuple(each.question(multiplier) for each in asked)
-    told = accounting.Facts(sampling="every-example", noise="secret" if reproducible is None else "seeded")
+    secrecy = "secret" if reproducible is None else "seeded"
+    told = accounting.Facts(sampling="every-example", noise=secrecy, selection_delta=reserved)
     answer = new_answer()
     entry = _reserve(books, budget, questions, columns if hasattr(data, "columns") else data, told, reserved, answer)
     try:
@@ -202,6 +201,7 @@ def private_statistics(
                 "schedule": "fixed",
                 "adjacency": assumptions.ADJACENCY,
                 "answer": answer,
+                **({"selection_delta": reserved} if reserved else {}),
                 **({} if entry is None else {"budget": entry}),
             }
         )

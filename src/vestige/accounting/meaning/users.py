@@ -68,6 +68,11 @@ def guarantee_of_user(history: History, delta: float, facts: Facts, rows: int) -
         raise ValueError(
             f"rows_per_user={rows}: this run's guarantee is for a user already ({facts.users.adjacency}); leave it out"
         )
+    if facts.selection_delta and rows > 1:
+        raise ValueError(
+            f"rows_per_user={rows}: words were shown by a threshold, whose delta is for a word of one row alone, and "
+            "somebody with several has no price here; ask with candidates, a public list of words"
+        )
     alone = guarantee(history, delta, facts)
     users = Users(rows_per_user=rows)
     if alone.epsilon is None:
