@@ -138,7 +138,7 @@ def test_a_helper_without_the_task_or_with_several_hands_at_a_stopwatch_changes_
         "import torch\nfrom torch import nn\n"
         "def make(data, seed):\n"
         "    x, y = torch.randn(60, 3), torch.randint(2, (60,))\n"
-        "    return nn.Linear(3, 2), nn.functional.cross_entropy, (x, y), (x, y)\n"
+        "    return nn.Linear(3, 2), nn.functional.cross_entropy, (x, y), (x.clone(), y)\n"
     )
     task, folder = tmp_path / "my.py", tmp_path / "c"
     words = ["--method", "dp-sgd", "--steps", 2, "--seeds", 1, "--rates", "auto", "--workers", 1, "--out", folder]

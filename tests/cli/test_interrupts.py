@@ -193,7 +193,7 @@ from torch import nn
 
 def task(data):
     x, y = torch.load(data)
-    return nn.Linear(4, 2), nn.functional.cross_entropy, (x, y), (x[:20], y[:20])
+    return nn.Linear(4, 2), nn.functional.cross_entropy, (x[20:], y[20:]), (x[:20], y[:20])
 """
 
 
@@ -218,7 +218,7 @@ def test_a_run_goes_on_where_its_data_lie_elsewhere(tmp_path):
     assert code == 2
     assert "here.pt" in error
     for given, message in (
-        (["--data", fewer], "population is 90 now but was 100"),
+        (["--data", fewer], "population is 70 now but was 80"),
         (["--data", there, "--lr", 1], "--lr cannot be given too"),
     ):
         code, _, error = vestige("train", "--resume", run, "--trust", *given)

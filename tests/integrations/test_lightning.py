@@ -51,7 +51,7 @@ class Toy(pl.LightningModule):
             self.log(name, loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.criterion(self(batch[0]), batch[1]))
 
     def configure_optimizers(self):
@@ -221,6 +221,22 @@ def test_a_checkpoint_chosen_by_validation(tmp_path):
     assert chooser.best_model_path
     again = Toy.load_from_checkpoint(chooser.best_model_path)  # an ordinary model
     again.train()(torch.zeros(3, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_training_data_are_not_validated_on(several):
+    private = loader()
+    part = DataLoader(torch.utils.data.Subset(private.dataset, [3, 5]), batch_size=2)
+    trainer = pl.Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [Private(target_delta=1e-3, noise_multiplier=2.0)]})
+    with pytest.raises(ValueError, match="val_dataloaders is the training data, or holds rows of them"):
+        trainer.fit(Toy(), private, [loader(), part] if several else part)
+
+
+def test_they_are_where_no_epsilon_is_asked_for():
+    private = loader()
+    callback = Private(target_delta=1e-3, noise_multiplier=2.0, log_nonprivate=True)
+    pl.Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [callback]}).fit(Toy(), private, private)
+    assert callback.guarantee().epsilon is None
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_a_prior_is_made_shown_and_trained_from(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\nfrom vestige.tasks import models\n\n\ndef make():\n"
         "    x, y = torch.rand(60, 3, 8, 8), torch.randint(2, (60,))\n"
-        "    return models.network('wrn10-1', (3, 8, 8), 2), nn.functional.cross_entropy, (x, y), (x[:9], y[:9])\n"
+        "    return models.network('wrn10-1', (3, 8, 8), 2), nn.functional.cross_entropy, (x[9:], y[9:]), (x[:9], y[:9])\n"
     )
     flags = (
         "train",

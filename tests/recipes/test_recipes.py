@@ -274,7 +274,7 @@ def test_what_is_given_beside_a_recipe_wins_and_the_rest_is_the_recipes(tmp_path
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef make():\n"
         "    x, y = torch.rand(300, 1, 8, 8), torch.randint(2, (300,))\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), nn.functional.cross_entropy, (x, y), (x[:9], y[:9])\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), nn.functional.cross_entropy, (x[9:], y[9:]), (x[:9], y[:9])\n"
     )
     flags = ("train", "--recipe", "images-scratch", "--task", f"{tmp_path}/mine.py:make", "--epsilon", "8")
     flags += (

@@ -166,7 +166,9 @@ def test_a_run_goes_on_with_its_own_encoder_only(tmp_path, monkeypatch):
     def begun(checkpoint, **more):
         rows = encoded(images, checkpoint), labels
         torch.manual_seed(0)
-        task = tasks.Task("mine", nn.Linear(rows[0].shape[1], 2), nn.functional.cross_entropy, rows, rows, 2, "")
+        task = tasks.Task(
+            "mine", nn.Linear(rows[0].shape[1], 2), nn.functional.cross_entropy, rows, (rows[0] + 1, labels), 2, ""
+        )
         job = Job(
             task="mine", method="dp-sgd", features=str(checkpoint), epsilon=8.0, delta=1e-3, steps=4, sample_rate=0.5
         )

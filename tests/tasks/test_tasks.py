@@ -244,7 +244,7 @@ from vestige.tasks.task import Task
 
 def four(seed=0):
     x, y = torch.randn(8, 5), torch.arange(8) % 3
-    return torch.nn.Linear(5, 3), torch.nn.functional.cross_entropy, (x, y), (x[:2], y[:2])
+    return torch.nn.Linear(5, 3), torch.nn.functional.cross_entropy, (x[2:], y[2:]), (x[:2], y[:2])
 
 def whole(data=None):
     model, loss, train, test = four()
@@ -270,7 +270,7 @@ def test_a_users_own_task(tmp_path):
     refused(f"{file}:four", tmp_path, "takes no argument 'data'")
     for function, words in (
         ("wrong", "must return"),
-        ("unpaired", "7 inputs and 8 targets"),
+        ("unpaired", "5 inputs and 6 targets"),
         ("absent", "no function"),
     ):
         with pytest.raises(ValueError, match=words):

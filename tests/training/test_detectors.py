@@ -17,7 +17,8 @@ from torch.utils.data import (
 )
 
 import vestige
-from vestige.training.assumption_doubts import doubts
+from vestige.training.assumption_doubts import doubts, refuse_training_data
+from vestige.training.job import Job, start
 
 X, Y = torch.randn(60, 4), torch.randint(2, (60,))
 WHOLE = TensorDataset(X, Y)
@@ -118,3 +119,61 @@ def test_weights_by_which_rows_are_drawn_are_refused():
     loader = DataLoader(WHOLE, batch_size=6, sampler=WeightedRandomSampler(torch.ones(60), 60))
     with pytest.raises(ValueError, match="WeightedRandomSampler"):
         vestige.train(nn.Linear(4, 2), nn.functional.cross_entropy, loader, **{**GIVEN, "sample_rate": None})
+
+
+# --- training data that are evaluated on ------------------------------------------------------------------------------
+
+LISTED = [{"x": row} for row in X.tolist()]
+TRAIN, REST = random_split(WHOLE, [40, 20])
+PRIVATE = {
+    "themselves": ((X, Y), (X, Y)),
+    "some of them": ((X[:3], Y[:3]), (X, Y)),
+    "with other labels": ((X, 1 - Y), (X, Y)),
+    "another dataset of them": (TensorDataset(X, Y), DataLoader(WHOLE)),
+    "a part of a part": (Subset(Subset(WHOLE, [7, 8, 9]), [2]), Subset(WHOLE, [1, 9])),
+    "beside others": (ConcatDataset([TensorDataset(X + 1, Y), Subset(WHOLE, [5])]), WHOLE),
+    "a part of one's own dataset": (Subset(WRAPPED := Wrapped(WHOLE), [3]), WRAPPED),
+    "rows of a list": (LISTED[:2], LISTED),
+    "one of several": ({"public": TensorDataset(X + 1, Y), "other": WHOLE}, WHOLE),
+    "memory that NumPy shares": ((X.numpy()[5:],), (X,)),
+}
+PUBLIC = {
+    "the rest of a split": (REST, TRAIN),
+    "the other half": ((X[:30], Y[:30]), (X[30:], Y[30:])),
+    "every second row": ((X[::2], Y[::2]), (X[1::2], Y[1::2])),
+    "labels that are shared": ((X + 1, Y), (X, Y)),
+    "another list": ([{"x": [1.0]}], LISTED),
+    "numbers": ([1, 2, 3], [1, 2, 3]),
+    "none": ((X[:0], Y[:0]), (X, Y)),
+    "nothing": (None, WHOLE),
+    "no row of it": (Subset(WHOLE, []), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_training_data_are_not_evaluated_on(name):
+    given, training = PRIVATE[name]
+    with pytest.raises(ValueError, match=r"eval_dataset is the training data.*Give data that are public"):
+        refuse_training_data(given, training, "eval_dataset")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_other_data_are(name):
+    refuse_training_data(*PUBLIC[name], "eval_dataset")
+
+
+def test_a_schedule_does_not_look_at_them():
+    with pytest.raises(ValueError, match="validation_data is the training data, or holds rows"):
+        vestige.train(nn.Linear(4, 2), nn.functional.cross_entropy, (X, Y), validation_data=(X[50:], Y[50:]), **GIVEN)
+
+
+def test_a_task_is_not_judged_by_them_but_privately(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\ndef make():\n    x, y = torch.randn(60, 4), torch.randint(2, (60,))\n"
+        "    return nn.Linear(4, 2), nn.functional.cross_entropy, (x, y), (x[:9], y[:9])\n"
+    )
+    job = {"task": f"{file}:make", "noise_multiplier": 1.0, "epsilon": None, "delta": 1e-3, "steps": 1}
+    with pytest.raises(ValueError, match="its test set is the training data, or holds rows of them"):
+        start(Job(**job, sample_rate=0.2), None)
+    start(Job(**job, sample_rate=0.2, evaluate="private"), None)

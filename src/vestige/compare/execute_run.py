@@ -27,6 +27,7 @@ from vestige.randomness.correlated import Noise
 from vestige.randomness.noise_schedules import Schedule
 from vestige.run_records import CompletedRun, FailedRun, PrivacyTarget, Run, RunRecord, Terms
 from vestige.training import planning
+from vestige.training.assumption_doubts import refuse_training_data
 from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
 from vestige.training.results import known_of_a_run, last_diagnostics, statement
@@ -168,7 +169,9 @@ def _initial(source: Source, seed: int) -> tasks.Task:
     """The task with the initial weights of a seed; a named task's data are read once, whatever the seed."""
     if source.named and seed != 0:
         return tasks.reinitialised(_initial(source, 0), seed)
-    return tasks.load(source.task, source.data, seed, subset=source.subset)
+    task = tasks.load(source.task, source.data, seed, subset=source.subset)
+    refuse_training_data(task.test, task.train, f"task={source.task!r}: its test set")
+    return task
 
 
 def task_of(source: Source) -> tasks.Task:

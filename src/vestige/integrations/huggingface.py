@@ -29,12 +29,12 @@ from vestige.integrations.trainer_checks import (
     refuse_flattened,
     refuse_own_sampling,
     refuse_settings,
-    refuse_training_data,
 )
 from vestige.mechanism.loading import rate_of
 from vestige.mechanism.users.ownership import with_users
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
+from vestige.training.assumption_doubts import refuse_training_data
 from vestige.training.run_folder import RunFolder
 
 if TYPE_CHECKING:

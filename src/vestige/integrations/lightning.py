@@ -19,6 +19,7 @@ from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.processes.distributed_setup import unwrapped
 from vestige.renaming import Now, renamed_arguments
+from vestige.training.assumption_doubts import refuse_training_data
 
 if TYPE_CHECKING:
     from vestige.accounting import Guarantee
@@ -70,6 +71,7 @@ class Private(Callback):
         self.reproducible, self.options = reproducible, options
         self.engine: PrivacyEngine | None = None
         self._saved: dict[str, object] = {}
+        self._trained_on: DataLoader[object] | None = None
 
     def guarantee(self) -> Guarantee:
         """The guarantee of the model as it is now: an epsilon with its assumptions, or why there is none."""
@@ -110,6 +112,7 @@ class Private(Callback):
         loader = source.dataloader()
         if not isinstance(loader, DataLoader):
             raise ValueError(f"the training data are a {type(loader).__name__}: give one DataLoader")
+        self._trained_on = loader
         source.instance = self._made_private(engine, trainer, pl_module, loader)
         trainer.fit_loop._combined_loader = None  # configure_optimizers may have asked for its length
         if self._saved:
@@ -118,6 +121,18 @@ class Private(Callback):
             results = trainer.fit_loop.epoch_loop._results
             results.log = NotReturned(trainer, results.log)
         self.engine = engine
+
+    def on_validation_start(self, trainer: Any, pl_module: object) -> None:
+        self._require_public(trainer.val_dataloaders, "val_dataloaders")
+
+    def on_test_start(self, trainer: Any, pl_module: object) -> None:
+        self._require_public(trainer.test_dataloaders, "test_dataloaders")
+
+    def _require_public(self, loaders: object, name: str) -> None:
+        if self.log_nonprivate:
+            return
+        for each in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            refuse_training_data(each, self._trained_on, name)
 
     def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:
         if trainer.accumulate_grad_batches != 1:  # a callback may change it

@@ -105,19 +105,6 @@ def refuse_own_sampling(classes: Iterable[type]) -> None:
                 )
 
 
-def refuse_training_data(given: object, training: object, what: str) -> None:
-    """Evaluating on the training data would write out raw losses of it."""
-    for each in given.values() if isinstance(given, Mapping) else [given]:
-        if each is None or training is None:
-            continue
-        prints = [getattr(data, "_fingerprint", None) for data in (each, training)]
-        if each is training or (prints[0] is not None and prints[0] == prints[1]):
-            raise ValueError(
-                f"{what} is the training data: its losses and metrics would be written out without noise. Give data "
-                "that is public, or whose owners agreed"
-            )
-
-
 def refuse_flattened(batch: object, rows: int) -> None:
     """A batch has a row for each of the examples that were drawn."""
     if not isinstance(batch, Mapping):

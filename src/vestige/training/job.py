@@ -28,6 +28,7 @@ from vestige.run_records import RunResult
 from vestige.tasks.features import encoders, starting_weights
 from vestige.tasks.models import lay_out
 from vestige.tf32 import check_device
+from vestige.training.assumption_doubts import refuse_training_data
 from vestige.training.loop import Record, evaluate
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS, begun
 from vestige.training.planning import paper_groups
@@ -178,6 +179,8 @@ def start(
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     ours = task is None and ".py:" not in job.task
     task = task or _loaded(job)
+    if job.evaluate == "public":
+        refuse_training_data(task.test, task.train, f"task={job.task!r}: its test set")
     beginning: dict[str, object] = {}
     if job.features is not None:
         identity = encoders.identity_of(Path(job.features))

@@ -77,7 +77,7 @@ from vestige.run_records import LedgerEnd, RunResult, Selection
 from vestige.tasks import of_file
 from vestige.tf32 import check_device
 from vestige.training import loggers, persistence
-from vestige.training.assumption_doubts import doubts, tell
+from vestige.training.assumption_doubts import doubts, refuse_training_data, tell
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.nonprivate_transcript import Transcript
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run, transform_of
@@ -236,6 +236,7 @@ def train(
 
     def prepared() -> Training:
         require_independent(model)
+        refuse_training_data(validation_data, data, "validation_data")
         if begun is None:
             require_finite(model)
         if shards is not None:
