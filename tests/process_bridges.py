@@ -205,7 +205,8 @@ def lightning(
             accelerator="cpu", num_sanity_val_steps=0, max_epochs=epochs, callbacks=[private], **more,
         )  # fmt: skip
         model, examples = Model(), TensorDataset(*data())
-        train, public = DataLoader(examples, batch_size=12, shuffle=True), DataLoader(examples, batch_size=30)
+        train = DataLoader(examples, batch_size=12, shuffle=True)
+        public = DataLoader(TensorDataset(*data(seed=7)), batch_size=30)
         trainer.fit(model, train, public, ckpt_path=resume)
         if checkpoint is not None:
             trainer.save_checkpoint(checkpoint)

@@ -24,6 +24,7 @@ from vestige.priced_questions import SampledGaussian
 from vestige.training import loggers
 
 X, Y = torch.randn(60, 3, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 2
+PUBLIC = X + 1, Y
 PLAN = {"noise_multiplier": 1.0, "delta": 1e-3, "lr": 0.5}
 
 
@@ -570,7 +571,7 @@ def test_finetune_keeps_label_names_and_says_which_rows_are_empty(tmp_path):
         ({"noise": "float32"}, {"secure_mode": False}),
         ({"noise": "lattice"}, {"secure_mode": True}),
         ({"engine": "unrecorded"}, {"cuda_graphs": False}),
-        ({"public": (X, Y)}, {"validation_data": (X, Y)}),
+        ({"public": PUBLIC}, {"validation_data": PUBLIC}),
     ],
     ids=str,
 )
