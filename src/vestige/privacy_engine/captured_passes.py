@@ -129,11 +129,17 @@ class Replay:
         """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
         if self.owner.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
+        buffers, expected = [ending.buffer for _, ending, _ in self.endings()], self.owner.used
+        came = {buffer for buffer, signal in zip(buffers, signals, strict=True) if signal is not None}
+        again = self.went_back or not came <= expected
         for (_, ending, _), signal in zip(self.endings(), signals, strict=True):
-            self.owner.ends[ending.buffer][: self.graphs.rows].zero_()
-            if signal is not None:
-                self._own(ending).copy_(signal)
-        if self.went_back:
+            if again or ending.buffer in expected:
+                self.owner.ends[ending.buffer][: self.graphs.rows].zero_()
+                if signal is not None:
+                    self._own(ending).copy_(signal)
+        if not came <= expected:
+            self.owner.owner.forget()
+        if again:
             return self.again()
         self.went_back = True
         self.graphs.backward.replay()
@@ -167,6 +173,14 @@ class GraphMemoryPool:
     def __init__(self) -> None:
         self.pool = new_pool()
         self._within: weakref.ref[Replay] | None = None
+        self._buffers: dict[int, Tensor] = {}
+
+    def buffer(self, number: int, rows: int, like: Tensor) -> Tensor:
+        """Room for as many rows of an output, whatever graph the pass is in."""
+        size, held = rows * like[:1].numel() * like.element_size(), self._buffers.get(number)
+        if held is None or held.numel() < size:
+            held = self._buffers[number] = torch.zeros(size, dtype=torch.uint8, device=like.device)
+        return held[:size].view(like.dtype).view(rows, *like.shape[1:])
 
     @property
     def within(self) -> Replay | None:
@@ -202,6 +216,8 @@ class CapturedPasses:
     _room: GraphMemoryPool | None = None
     _refused: set[Hashable] = field(default_factory=set)
     """Forms of calls that could not be captured."""
+    _used: dict[int, set[int]] = field(default_factory=dict)
+    """Of so many outputs, the places of those to which losses have sent gradients back."""
     _ran: bool = False
 
     def __post_init__(self) -> None:
@@ -209,6 +225,22 @@ class CapturedPasses:
         self._padding = TextPadding.of(self.module) if certain else TextPadding(token=0, longest=0)
         self._pads: bool | None = True if certain else None
         """Whether texts may be padded further, which rests on what padding rests on anyway; None if not known yet."""
+
+    def met(self, signals: Signals) -> None:
+        """A backward pass has come to a pass of the model."""
+        came = {place for place, signal in enumerate(signals) if signal is not None}
+        self._used.setdefault(len(signals), set()).update(came)
+
+    def used(self, reductions: Sequence[str | None]) -> Collection[int]:
+        """The places of the outputs that losses use: as they did before; else the model's own loss, if there is one. Of
+        logits beside a loss the gradient is as large as they are, and as much work."""
+        places = range(len(reductions))
+        return self._used.get(len(reductions)) or [at for at in places if reductions[at] is not None] or places
+
+    def forget(self) -> None:
+        """Losses use another output now: later passes are captured anew."""
+        self._forms.clear()
+        self._costs = CaptureCosts()
 
     def begin(
         self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]
@@ -385,6 +417,8 @@ class CapturedForm:
         self._tree, self._batch, self._first = call.tree, label.batch, label.count
         self._load(call.leaves)
         self.ends: list[Tensor] = []
+        self.used: set[int] = set()
+        """The numbers of the buffers to which gradients come back."""
         self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
         self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
@@ -441,7 +475,7 @@ class CapturedForm:
         with without_modes():
             self._run_forward(self._first)
         self._live = None
-        return self.ends
+        return [end.clone() for end in self.ends]
 
     def capture(self, rows: int) -> None:
         """Raises where that cannot be."""
@@ -501,10 +535,14 @@ class CapturedForm:
                 kept = self._kept(found, rows)
         held = [found[place] for place, leaf in enumerate(kept) if isinstance(leaf, Ending)]
         most = len(self._places)
-        self.ends = self.ends or [each.new_zeros(most, *each.shape[1:]) for each in held]
+        self.ends = self.ends or [self.room.buffer(number, most, each) for number, each in enumerate(held)]
         for end, output in zip(self.ends, held, strict=True):
             end[:rows].copy_(output.detach())
-        edges = [_edge(output) if output.requires_grad else None for output in held]
+        labelled = [leaf for leaf in kept if isinstance(leaf, Ending) and leaf.label]
+        self.used = {labelled[place].buffer for place in self.owner.used([each.reduction for each in labelled])}
+        edges = [
+            _edge(output) if output.requires_grad and number in self.used else None for number, output in enumerate(held)
+        ]
         self._live = list(zip(edges, (output.dtype for output in held), strict=True)), uses
         return kept, tree
 
@@ -539,12 +577,13 @@ class CapturedForm:
         outputs: list[Any] = []
         back: list[Tensor] = []
         for end, (edge, dtype) in zip(self.ends, held, strict=True):
+            if edge is None:
+                continue
             # Copied: gradients of the last layers are made of it, and are still there when others come back.
             signal = blanked(end[:rows], padding, in_place=True).to(dtype, copy=True)
-            if edge is not None:
-                outputs.append(edge)
-                back.append(signal)
-                tracker.label_rows(signal, rows, self._batch)
+            outputs.append(edge)
+            back.append(signal)
+            tracker.label_rows(signal, rows, self._batch)
         labels, factors = self.owner.tracking.labels, dict(self.owner.tracking.labels.held)
         with self.owner.tracking.model(fresh=True), self.owner.model.installed({}):
             tracker.spans.append(EVERYWHERE)

@@ -575,6 +575,7 @@ class Passes:
                 f"loss_reduction={self._said!r}, but the loss is a {kind} over the batch: say loss_reduction={kind!r}"
             )
         self.lengths.met(opened.shapes, tracker.averaged)
+        self._captured.met(signals)
         task = torch._C._current_graph_task_id()
         opened.tasks[task] = {}
         tracker.strict = True  # what hooks and functions of the model's read on the way back decides for everybody
