@@ -16,6 +16,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 ABOVE: dict[str, str] = {
     "": "",
+    # Operators of our own, and losses that run as one.
+    "fused": "",
     "accounting": "accounting.meaning accounting.samplings",
     "accounting.meaning": "accounting accounting.samplings accounting.lower_bounds",
     "accounting.samplings": "accounting",
@@ -25,12 +27,12 @@ ABOVE: dict[str, str] = {
     "randomness": "",
     # What processes tell each other; of the ledger only what they share of it.
     "processes": "accounting randomness",
-    "mechanism.losses": "mechanism",
+    "mechanism.losses": "fused mechanism",
     "mechanism": "randomness mechanism.losses processes",
     "mechanism.users": "randomness mechanism",
-    "engines.per_example": "",
+    "engines.per_example": "fused",
     # Labels follow what is made of examples, and of a sum over them each one's part.
-    "engines.example_axis": "engines.per_example",
+    "engines.example_axis": "fused engines.per_example",
     "engines": "processes randomness mechanism mechanism.losses engines.per_example engines.example_axis",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",

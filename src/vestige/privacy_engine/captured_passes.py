@@ -541,7 +541,8 @@ class CapturedForm:
         labelled = [leaf for leaf in kept if isinstance(leaf, Ending) and leaf.label]
         self.used = {labelled[place].buffer for place in self.owner.used([each.reduction for each in labelled])}
         edges = [
-            _edge(output) if output.requires_grad and number in self.used else None for number, output in enumerate(held)
+            _edge(output) if output.requires_grad and number in self.used else None
+            for number, output in enumerate(held)
         ]
         self._live = list(zip(edges, (output.dtype for output in held), strict=True)), uses
         return kept, tree

@@ -22,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from vestige.class_axis import classes_last
 from vestige.engines.example_axis import argument_checks, reordered_examples
 from vestige.engines.example_axis.labels import (
     Label,
@@ -40,6 +39,7 @@ from vestige.engines.example_axis.labels import (
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.execution import AS_IT_IS, unseen, unseen_by_functions
 from vestige.engines.per_example.fused_group_norm import group_norm
+from vestige.fused.class_axis import classes_last
 
 CLASSES = (F.cross_entropy, F.nll_loss)
 NUMBERS = (

@@ -690,8 +690,8 @@ TABLE: dict[Labeller, str] = {
     "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
     "reflection_pad3d replication_pad3d",
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
-    "multilabel_margin_loss_backward channel_shuffle im2col col2im grid_sampler_2d grid_sampler_3d "
-    "grid_sampler_2d_backward grid_sampler_3d_backward "
+    "multilabel_margin_loss_backward token_losses token_losses_backward channel_shuffle im2col col2im "
+    "grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward "
     "affine_grid_generator multinomial max_unpool2d max_unpool3d routed "
     "routed_weights _thnn_fused_lstm_cell _thnn_fused_gru_cell convolution _convolution mkldnn_convolution "
     "cudnn_convolution convolution_overrideable _slow_conv2d_forward",

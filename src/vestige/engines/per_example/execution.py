@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +25,3 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Norms and sums are float32 whatever autocast says."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else AS_IT_IS
-
-
-LIBRARY = torch.library.Library("vestige", "FRAGMENT")
-
-
-def operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function an operator of ours, which the tracker sees as one call. Those of `torch.library.custom_op`
-    import the compiler of torch at their first call, which takes seconds."""
-
-    def install(function: Callable[..., Any]) -> Callable[..., Any]:
-        LIBRARY.define(schema)
-        LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
-        return function
-
-    return install

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.engines.per_example.execution import LIBRARY, operator
+from vestige.fused.operators import LIBRARY, operator
 
 
 def routed(input: Tensor, weight: Tensor, index: Tensor) -> Tensor:

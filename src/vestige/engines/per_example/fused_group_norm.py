@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.per_example import kernels
-from vestige.engines.per_example.execution import LIBRARY, operator
+from vestige.fused.operators import LIBRARY, operator
 
 
 def group_norm(input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

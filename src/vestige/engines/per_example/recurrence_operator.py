@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vestige.engines.per_example.execution import full_precision, operator, unseen
+from vestige.engines.per_example.execution import full_precision, unseen
+from vestige.fused.operators import operator
 
 State = tuple[Tensor, ...]
 """The hidden state; of an LSTM, its cells too."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from vestige.class_axis import classes_last
+from vestige.fused.class_axis import classes_last
 from vestige.vmap_fallback import quietly
 
 BatchLoss = Callable[..., Tensor]

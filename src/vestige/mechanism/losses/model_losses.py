@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.mechanism.losses.tokens import token_losses
+from vestige.fused.token_losses import fuses, token_losses
+from vestige.mechanism.losses.criteria import likelihood
 
 IGNORED = -100
 Tensors = Mapping[str, Tensor]
@@ -30,9 +31,16 @@ def each_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
     """Of a masked language model, a decoder or a tagger: each position is to say its own label."""
     logits, target = outputs["logits"], labels["labels"]
     _require(logits.dim() == 3 and logits.shape[:2] == target.shape and not target.is_floating_point())
-    losses = token_losses(logits.flatten(0, 1), target.flatten(), IGNORED)
+    losses = losses_of(logits.flatten(0, 1), target.flatten(), IGNORED)
     counted = (target != IGNORED).sum(dim=1).clamp(min=1) if tokens is None else tokens
     return losses.view(target.shape).sum(dim=1) / counted
+
+
+def losses_of(scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """The cross entropy of each token, [tokens], of its scores, [tokens, classes]; 0 for what is ignored."""
+    if fuses(scores):
+        return token_losses(scores, targets, ignored)
+    return likelihood(F.cross_entropy, scores.float(), targets, ignore_index=ignored)
 
 
 def _require(fits: bool) -> None:

@@ -1,4 +1,4 @@
-"""How is the loss of a token written in Triton? Imported by `tokens` alone, where a GPU and Triton are there."""
+"""How is the loss of a token written in Triton? Imported by `token_losses` alone, where a GPU and Triton are there."""
 
 # mypy: ignore-errors
 # (a Triton kernel is Python in form only: its names are pointers and tiles)
@@ -18,7 +18,7 @@ BLOCK = 4096
 def log_totals(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row, [rows, classes] -> [rows], and the logarithm of the sum of the exponentials of what each
     is more than that: apart, because their sum, rounded, would be too coarse for large scores."""
-    most, rest = torch.empty(2, len(scores), device=scores.device)
+    most, rest = (torch.empty(len(scores), device=scores.device) for _ in range(2))
     if len(scores):
         with torch.cuda.device_of(scores):
             _log_totals[(len(scores),)](scores, most, rest, scores.shape[1], BLOCK=BLOCK, num_warps=8)

@@ -1,0 +1,1 @@
+"""Operators of our own, and losses that run as one."""
