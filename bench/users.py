@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import gzip
 import json
 import os
@@ -27,10 +26,10 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import _len_torch_function_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
@@ -349,56 +347,97 @@ def step_times(arguments: argparse.Namespace) -> None:
         torch.set_float32_matmul_precision("high")
     arguments.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * arguments.minutes
-    for name, model, shape, rows in networks(arguments.device):
+    for name, _, _, rows in networks(arguments.device):
         if arguments.only not in name:
             continue
         population = 20 * rows
-        data = torch.randn(population, *shape), torch.randint(10, (population,))
         for counts in ((4,), (1, 2, 3, 4)):
             if time.monotonic() > end:
                 return
             users = np.repeat(np.arange(population), np.resize(counts, population))[:population]
-            found = compared(model, data, users, rows, arguments, end)
+            found = compared(name, users, arguments, end)
             row = {"model": name, "rows": rows, "rows of a user": list(counts), "device": kind(arguments.device)}
             row["tf32"] = arguments.tf32
             append(arguments.out / "steps.jsonl", row | found)
             print(json.dumps(row | found), flush=True)
 
 
-def compared(
-    model: nn.Module, data: Any, users: np.ndarray, rows: int, arguments: argparse.Namespace, end: float
-) -> dict[str, float]:
+def compared(name: str, users: np.ndarray, arguments: argparse.Namespace, end: float) -> dict[str, float]:
     """Milliseconds of each kind of step, and ratios: by `vestige.train`, and in a loop of one's own.
 
-    A loop follows every operator of its process as long as it lives, so it is measured alone."""
+    A loop follows every operator of its process as long as it lives, so each has a process of its own."""
     by_users = {"users": users, "sample": "users"}
-    given = (model, data, rows, arguments.device)
-    means = in_turns({"rows": trained_steps(*given), "users": trained_steps(*given, **by_users)}, arguments, end)
-    means |= in_turns({"loop rows": loop_steps(*given)}, arguments, end)
-    means |= in_turns({"loop users": loop_steps(*given, **by_users)}, arguments, end)
+    warm, device, tf32 = 1 if arguments.device == "cpu" else 30, arguments.device, arguments.tf32
+    apart = {"loop rows": Apart(name, device, tf32), "loop users": Apart(name, device, tf32, **by_users)}
+    given = problem(name, device)
+    own = {"rows": trained_steps(*given), "users": trained_steps(*given, **by_users)}
+    means = in_turns({name: partial(taken, each, arguments.device) for name, each in own.items()}, warm, arguments, end)
+    for each in own.values():
+        each.close()  # type: ignore[attr-defined]
+    means |= in_turns({name: each.taken for name, each in apart.items()}, warm, arguments, end)
+    for other in apart.values():
+        other.close()
     ratios = {"ratio": means["users"] / means["rows"], "loop ratio": means["loop users"] / means["loop rows"]}
     return {f"{name} ms": each for name, each in means.items()} | ratios
 
 
-def in_turns(runs: dict[str, Iterator[Any]], arguments: argparse.Namespace, end: float) -> dict[str, float]:
-    """Mean milliseconds of a step of each run; the runs are over after it."""
-    warm, measured = (1, 2) if arguments.device == "cpu" else (30, -(-arguments.steps // 3))
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(4):  # in turns: what else the machine does falls on all of them
+def problem(name: str, device: str) -> tuple[nn.Module, Any, int, str]:
+    model, shape, rows = next(found for each, *found in networks(device) if each == name)
+    return model, (torch.randn(20 * rows, *shape), torch.randint(10, (20 * rows,))), rows, device
+
+
+def in_turns(
+    runs: dict[str, Callable[[int], list[float]]], warm: int, arguments: argparse.Namespace, end: float
+) -> dict[str, float]:
+    """Mean milliseconds of a step of each run, each of which takes so many: in turns, so that what else the machine
+    does falls on all of them."""
+    measured = 2 if arguments.device == "cpu" else -(-arguments.steps // 6)
+    found: dict[str, list[float]] = {name: run(warm)[:0] for name, run in runs.items()}
+    for turn in range(6):
         for name, run in runs.items():
-            for place in range(warm if turn == 0 else 2 + measured):
-                begun = time.monotonic()
-                next(run)
-                synchronise(arguments.device)
-                if turn > 0 and place >= 2:
-                    taken[name].append(1000 * (time.monotonic() - begun))
+            found[name] += run(2 + measured)[2:]
         if time.monotonic() > end and turn > 0:
             break
-    while runs:
-        runs.popitem()[1].close()  # type: ignore[attr-defined]
-    gc.collect()
-    assert not _len_torch_function_stack(), "a loop that was measured before would follow what is measured next"
-    return {name: statistics.mean(each) for name, each in taken.items()}
+    return {name: statistics.mean(each) for name, each in found.items()}
+
+
+def taken(run: Iterator[Any], device: str, steps: int) -> list[float]:
+    """The milliseconds of so many steps."""
+    found = []
+    for _ in range(steps):
+        begun = time.monotonic()
+        next(run)
+        synchronise(device)
+        found.append(1000 * (time.monotonic() - begun))
+    return found
+
+
+class Apart:
+    """A loop in a process of its own."""
+
+    def __init__(self, name: str, device: str, tf32: bool, **options: Any) -> None:
+        context = get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=looping, args=(there, name, device, tf32, options), daemon=True)
+        self._process.start()
+
+    def taken(self, steps: int) -> list[float]:
+        self._pipe.send(steps)
+        found: list[float] = self._pipe.recv()
+        return found
+
+    def close(self) -> None:
+        self._pipe.send(0)
+        self._process.join()
+
+
+def looping(pipe: Any, name: str, device: str, tf32: bool, options: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
+    if tf32:
+        torch.set_float32_matmul_precision("high")
+    run = loop_steps(*problem(name, device), **options)
+    while steps := pipe.recv():
+        pipe.send(taken(run, device, steps))
 
 
 def trained_steps(model: nn.Module, data: Any, rows: int, device: str, **options: Any) -> Iterator[Any]:
