@@ -177,3 +177,31 @@ def test_passes_leave_nothing_to_the_next(kind, way):
         gc.enable()
     assert len(model.left) > 3
     assert not any(model.left)
+
+
+class Wide(nn.Module):
+    """Gives its loss and its scores of many classes, as a language model does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 20_000)
+
+    def forward(self, x, y):
+        scores = self.layer(x)
+        return cross_entropy(scores, y), scores
+
+
+def test_a_captured_loss_beside_scores_needs_no_gradient_of_the_scores():
+    """As large as they are, it would be zero."""
+    data = TensorDataset(torch.randn(40, 4), torch.randint(20_000, (40,)))
+    numbers = 4 * 40 * 20_000
+
+    def step():
+        model, optimizer, loader = private(Wide(), DataLoader(data, batch_size=40))
+        for x, y in loader:
+            model(x, y)[0].backward()
+            optimizer.step()
+
+    with captured_on_cpu() as graphs:
+        assert peak(step) < 5.75 * numbers  # 5.25, and once more with that gradient
+        assert graphs.replays
