@@ -335,7 +335,8 @@ def with_users(data: Any, users: object) -> tuple[object, Ids]:
         rows = [{name: value for name, value in row.items() if name != users} for row in data]
         return rows, [row.get(users) for row in data]
     raise ValueError(
-        f"users={users!r} names a column, but data is a {type(data).__name__}: give the ids, one for each row"
+        f"users={users!r} names a column, but data is a {type(data).__name__}: give a list of dictionaries or a "
+        "dataset of Hugging Face, or the ids, one for each row"
     )
 
 
