@@ -205,6 +205,12 @@ def nll_backward(op: Op) -> Given:
     return op.meet(_of_targets(op), op.label("grad_output"))
 
 
+def of_tokens(op: Op) -> Given:
+    """[tokens, classes], and tensors of a number for each token."""
+    label = op.meet(*(label for _, label in op.labelled))
+    return label if not isinstance(label, Rows) or label.axis == 0 else op.mixed()
+
+
 def connectionist(op: Op) -> Given:
     """Connectionist temporal classification of [time, rows, classes]; targets [rows, length]."""
     label = op.label("log_probs")
@@ -663,6 +669,7 @@ TABLE: dict[Labeller, str] = {
     loss: "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits",
     nll: "nll_loss_forward nll_loss2d_forward",
     nll_backward: "nll_loss_backward nll_loss2d_backward",
+    of_tokens: "token_losses token_losses_backward",
     connectionist: "_ctc_loss _ctc_loss_backward",
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
@@ -690,7 +697,7 @@ TABLE: dict[Labeller, str] = {
     "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
     "reflection_pad3d replication_pad3d",
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
-    "multilabel_margin_loss_backward token_losses token_losses_backward channel_shuffle im2col col2im "
+    "multilabel_margin_loss_backward channel_shuffle im2col col2im "
     "grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward "
     "affine_grid_generator multinomial max_unpool2d max_unpool3d routed "
     "routed_weights _thnn_fused_lstm_cell _thnn_fused_gru_cell convolution _convolution mkldnn_convolution "
