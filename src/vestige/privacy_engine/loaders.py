@@ -13,7 +13,7 @@ from vestige.mechanism.loading import RowByRow, reads_lists
 from vestige.mechanism.users.loaders_of_users import LoaderOfUsers
 from vestige.mechanism.users.ownership import RowsOfEach
 from vestige.privacy_engine.microbatch_queue import Microbatch, MicrobatchQueue
-from vestige.processes.group import ALONE, Processes
+from vestige.processes.group import Processes
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.sampling import Sampling
 
@@ -42,9 +42,9 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
         steps: int,
         physical_batch: int | None,
         parts: MicrobatchQueue,
-        canaries: Canaries | None = None,
-        group: Processes = ALONE,
-        users: RowsOfEach | None = None,
+        canaries: Canaries | None,
+        group: Processes,
+        users: RowsOfEach | None,
     ) -> None:
         self._group, self._users = group, users
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
@@ -147,16 +147,17 @@ def private_loader(
     randomness: Randomness,
     physical_batch: int | None,
     parts: MicrobatchQueue,
-    canaries: Canaries | None = None,
-    group: Processes = ALONE,
-    owned: LoaderOfUsers | None = None,
+    canaries: Canaries | None,
+    group: Processes,
+    owned: LoaderOfUsers,
 ) -> DataLoader[Any]:
     """The user's loader with private samples instead of its own batches; everything else as it was. Of several
     processes each gets its own examples of every draw."""
     dataset: Any = loader.dataset
-    steps, population = draws_per_epoch(sampling.rate), len(dataset) if owned is None else owned.population
-    users = None if owned is None else owned.rows_of_each(randomness)
-    batches = PrivateBatches(population, sampling, randomness, steps, physical_batch, parts, canaries, group, users)
+    steps, users = draws_per_epoch(sampling.rate), owned.rows_of_each(randomness)
+    batches = PrivateBatches(
+        owned.population, sampling, randomness, steps, physical_batch, parts, canaries, group, users
+    )
     private = PrivateLoader(
         RowByRow(dataset) if reads_lists(dataset) else dataset,
         batch_sampler=batches,

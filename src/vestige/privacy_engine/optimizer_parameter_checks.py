@@ -66,13 +66,11 @@ def require_inner_hooks(module: nn.Module) -> None:
             )
 
 
-def require_noised(
-    module: nn.Module, released: Mapping[str, Tensor], modules: Sequence[nn.Module] | None = None
-) -> None:
+def require_noised(module: nn.Module, released: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
     """Before a pass: a parameter that has no place in the release would get its gradient, and move, without noise.
-    `modules` are the module's own and inner ones, where they are known already."""
+    `modules` are the module's own and inner ones."""
     known = set(map(id, released.values()))
-    for each in modules_of(module) if modules is None else modules:
+    for each in modules:
         for parameter in each._parameters.values():
             if parameter is not None and id(parameter) not in known and parameter.requires_grad:
                 name = next(name for name, one in module.named_parameters() if one is parameter)

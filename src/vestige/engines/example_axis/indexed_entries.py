@@ -101,22 +101,13 @@ class Entries:
             )
         return Rows(axis, unit, label.count, label.batch) if own else None
 
-    def label_of_values(self, values: Tensor, label: Rows) -> Label:
-        """The label along the axes of what is written, to which the values are broadcast."""
-        axis = label.axis + len(self.axes) - values.dim()
-        if values.shape[label.axis] < self.sizes[axis] and label.count > 1:
-            return self.op.mixed("spreads one example over the others")
-        return label.at(axis)
-
     def label_of_indices(self) -> Label | None:
         found: list[Label | None] = []
         for index in self.indices.values():
             label = self.op.tracker.labels.get(index)
             if isinstance(label, Rows):
-                axis = label.axis + len(self.shape) - index.dim()
-                if self.shape[axis] != index.shape[label.axis] and label.count > 1:
-                    return self.op.mixed("spreads one example over the others")
-                label = label.at(self.start + axis)
+                label = self.op.broadcast_one(index, label, self.shape)
+                label = label if isinstance(label, Mixed) else label.at(self.start + label.axis)
             found.append(label)
         return self.op.meet(*found)
 
@@ -144,7 +135,7 @@ def written_entries(op: Op) -> Label | None:
     if any(op.tracker.labels.get(each) is not None for each in masks):
         return op.mixed(BY_MASK, unknown=True)
     entries = Entries(op, table.shape)
-    label = op.meet(entries.label_of_indices(), given and entries.label_of_values(op[name], given))
+    label = op.meet(entries.label_of_indices(), given and op.broadcast_one(op[name], given, entries.sizes))
     if isinstance(label, Rows):
         homes = range(table.dim()) if own is None else (own.axis,)
         home = next((axis for axis in homes if entries.where(axis) == label.axis), None)

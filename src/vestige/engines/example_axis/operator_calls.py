@@ -92,19 +92,18 @@ class Op:
             tensor, only = self.labelled[0]
             if tensor.shape == shape:
                 return only  # type: ignore[no-any-return]
-        found: Rows | None = None
-        for tensor, label in self.labelled:
-            if chosen is not None and not any(tensor is each for each in chosen):
-                continue
-            axis = label.axis + len(shape) - tensor.dim()
-            if shape[axis] != tensor.shape[label.axis] and label.count > 1:
-                return self.mixed("spreads one example over the others")
-            moved = label.at(axis)
-            if found is None:
-                found = moved
-            elif moved != found and not _of_one(found, moved):
-                return self.mixed(difference(found, moved))
-        return found
+        return self.meet(*(
+            self.broadcast_one(tensor, label, shape)
+            for tensor, label in self.labelled
+            if chosen is None or any(tensor is each for each in chosen)
+        ))  # fmt: skip
+
+    def broadcast_one(self, tensor: Tensor, label: Rows, shape: Sequence[int]) -> Rows | Mixed:
+        """The label of a tensor that is broadcast to a shape: rows stay where they are, none becomes several."""
+        axis = label.axis + len(shape) - tensor.dim()
+        if tensor.shape[label.axis] < shape[axis] and label.count > 1:
+            return self.mixed("spreads one example over the others")
+        return label.at(axis)
 
 
 def _of_one(one: Rows, other: Rows) -> bool:

@@ -474,12 +474,7 @@ def multiplied(op: Op) -> Given:
     if first == "self" or isinstance(label, Mixed):
         return label
     added = op.label("self")  # what is added to the product, broadcast
-    if added is None:
-        return label
-    axis = added.axis + op.found.dim() - op["self"].dim()
-    if op["self"].shape[added.axis] != op.found.shape[axis] and added.count > 1:
-        return op.mixed("spreads one example over the others")
-    return op.meet(label, added.at(axis))
+    return label if added is None else op.meet(label, op.broadcast_one(op["self"], added, op.found.shape))
 
 
 def outer_distances(op: Op) -> Given:
