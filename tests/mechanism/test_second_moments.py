@@ -310,6 +310,23 @@ class Keeping(nn.Module):
         return x
 
 
+class Late(nn.Module):
+    """Gives the rows of the batch before."""
+
+    def forward(self, x):
+        before, self.before = getattr(self, "before", x), x
+        return before
+
+
+def test_rows_of_an_earlier_batch_are_not_this_ones():
+    """An example would be in two sums, each of which is priced as if it were in one."""
+    model = nn.Sequential(Late(), head())
+    engine, into = SecondMoments(model), torch.zeros(layout_of(model).size, dtype=torch.float64)
+    engine(examples(seed=1), {}, Flat(1.0), into)
+    with pytest.raises(ValueError, match="the result does not have the rows of this batch"):
+        engine(examples(seed=2), {}, Flat(1.0), into)
+
+
 class Negating(nn.Sequential):
     def forward(self, x):
         return -super().forward(x)

@@ -157,9 +157,7 @@ class FollowedScores:
         for part in own:
             tracker.label_rows(part, len(part), 0)
         found = self._followed(tracker, own, parameters)
-        label = tracker.rows(found)
-        if label is not None and (label.axis, label.inner, label.first) != (0, 1, 0):
-            raise NotApart("the scores are not in the order of the examples")
+        tracker.require_rows(found, len(own[0]), 0)
         return found
 
     def _alone(self, example: Sequence[Tensor], parameters: Parameters) -> Tensor:

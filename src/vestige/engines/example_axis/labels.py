@@ -306,7 +306,7 @@ class Labels:
 
     def __init__(self) -> None:
         self._memory: dict[int, Memory] = {}
-        self.identity: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.identity: dict[int, StorageWeakRef] = {}
         """Storages that hold 0, 1, 2, ...: an index by them, entry by entry, is the identity."""
         self.zeros: dict[int, StorageWeakRef] = {}
         """Storages that are all zeros: during a capture their values cannot be read."""
@@ -551,8 +551,9 @@ class Labels:
         for sum_ in self.sums.values():  # of a pass that is over: autograd still holds some where one broke off
             sum_.region, sum_.known = mixed("a sum over the batch", "was kept from an earlier pass"), {}
         self._memory = {key: each for key, each in self._memory.items() if not each.ref.expired()}
-        self.identity = {key: each for key, each in self.identity.items() if not each[0].expired()}
-        self.zeros = {key: each for key, each in self.zeros.items() if not each.expired()}
+        for known in (self.identity, self.zeros):
+            for key in [key for key, each in known.items() if each.expired()]:
+                del known[key]
 
     def alive(self, besides: Sequence[Tensor] = ()) -> bool:
         """Whether memory that depends on examples is still referenced, besides that of these tensors. Stand-ins for
@@ -713,6 +714,13 @@ class Tracker(TorchDispatchMode):
             raise NotApart(label)
         return label
 
+    def require_rows(self, tensor: Tensor, count: int, batch: int, inner: int = 1) -> None:
+        """Raise `NotApart` unless a tensor is public, or has the examples of a batch on its first axis, in their
+        order."""
+        label = self.rows(tensor)
+        if label is not None and label != Rows(0, inner, count, batch):
+            raise NotApart("the result does not have the rows of this batch, in their order")
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One of the trackers that are on applies the rules."""
         if self.captured and not self.kept_elsewhere:
@@ -756,7 +764,7 @@ class Tracker(TorchDispatchMode):
         found = cleared(func, args, kwargs)
         if func is ARANGE or (func is FROM and args[0] == 0):
             storage = found.untyped_storage()
-            self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
+            self.labels.identity[storage._cdata] = StorageWeakRef(storage)
         elif isinstance(func, OpOverload) and func._schema.is_mutable:
             self.labels.no_longer_known(written_by(func, args, kwargs))
         if self.spans and (func in ZEROS or (func in FILLED and args[FILLED[func]] == 0)):

@@ -219,11 +219,7 @@ class Proved:
                 self._functions,
             ):
                 outputs = losses(batch, tracker)
-                label = tracker.rows(outputs)
-                if label is not None and (label.axis, label.inner, label.first) != (0, views, 0):
-                    raise NotApart("the losses are not in the order of the examples")
-                if label is not None and label.batch != self._batches:
-                    raise NotApart("the losses are those of rows of another batch")
+                tracker.require_rows(outputs, examples, self._batches, views)
                 require_unwritten(self.model, self.labels, environment)
                 if outputs.requires_grad:
                     seed = torch.full_like(outputs, 1.0 if isinstance(weight, Tensor) else weight)
