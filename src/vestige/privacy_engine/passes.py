@@ -248,9 +248,9 @@ class Passes:
             self._after_step = None
 
     def _writes(self) -> int:
-        holders = (each for inner in modules_of(self.module) for each in (inner._parameters, inner._buffers))
+        holders = [each for inner in modules_of(self.module) for each in (inner._parameters, inner._buffers)]
         with unseen_by_functions():
-            return hash(tuple((id(t), t._version) for held in holders for t in held.values() if t is not None))
+            return hash(tuple([(id(t), t._version) for held in holders for t in held.values() if t is not None]))
 
     # --- what has come back -------------------------------------------------------------------------------------------
 

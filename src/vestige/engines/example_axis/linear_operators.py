@@ -8,7 +8,7 @@ public beside a sum, gives mixed values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from math import prod
 from typing import Any
 
@@ -158,6 +158,7 @@ def _hold(tracker: Tracker, args: Args, kwargs: Kwargs, labelled: Labelled, foun
 # --- views ------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def _is_view(func: OpOverload) -> bool:
     return not func._schema.is_mutable and any(each.alias_info is not None for each in func._schema.returns)
 
