@@ -323,7 +323,7 @@ def test_rows_of_an_earlier_batch_are_not_this_ones():
     model = nn.Sequential(Late(), head())
     engine, into = SecondMoments(model), torch.zeros(layout_of(model).size, dtype=torch.float64)
     engine(examples(seed=1), {}, Flat(1.0), into)
-    with pytest.raises(ValueError, match="the result does not have the rows of this batch"):
+    with pytest.raises(ValueError, match="the result is about rows of another batch"):
         engine(examples(seed=2), {}, Flat(1.0), into)
 
 

@@ -718,6 +718,8 @@ class Tracker(TorchDispatchMode):
         """Raise `NotApart` unless a tensor is public, or has the examples of a batch on its first axis, in their
         order."""
         label = self.rows(tensor)
+        if label is not None and label.batch != batch:
+            raise NotApart("the result is about rows of another batch")
         if label is not None and label != Rows(0, inner, count, batch):
             raise NotApart("the result does not have the rows of this batch, in their order")
 
