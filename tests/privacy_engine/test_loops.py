@@ -502,6 +502,8 @@ def test_without_poisson_sampling_there_is_no_epsilon():
         epoch(model, optimizer, loader)
     with pytest.raises(ValueError, match="no epsilon holds"):
         engine.get_epsilon(1e-5)
+    assumed = {each.name for each in engine.guarantee(1e-5).assumptions if each.status == "assumed"}
+    assert {"loss_per_example", "divisor"} <= assumed  # targets that are reordered before the model are not seen
 
 
 def test_predictable_noise_has_no_epsilon():

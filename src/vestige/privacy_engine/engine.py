@@ -530,9 +530,7 @@ class PrivacyEngine(HoldsKey):
         if shown == self._shown:
             return
         seen = f"every operator from the loader to the backward pass was followed{assumptions.IN_ONE_THREAD}"
-        unseen = (
-            "batches came by a loader of another library: what was made of targets before the model was not followed"
-        )
+        unseen = "batches came by no private loader: what was made of targets before the model was not followed"
         status, detail = ("assumed", unseen) if passes.assumed else ("checked", seen)
         assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
         assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]

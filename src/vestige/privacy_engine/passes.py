@@ -41,7 +41,6 @@ from vestige.privacy_engine.forward_call_arguments import DIVISORS, Call
 from vestige.privacy_engine.microbatch_queue import (
     Microbatch,
     MicrobatchQueue,
-    UserBatches,
     require_known_processes,
     require_no_accumulation,
 )
@@ -440,7 +439,7 @@ class Passes:
         if known is None:
             rows = self._rows(public)
             tracking.label_arguments(public, rows)
-            self.assumed = self.assumed or not isinstance(self.parts, UserBatches)
+            self.assumed = True
             known = Rows(0, 1, rows, tracking.batches)
         tracking.start()
         for leaf in public:  # values of as many rows, such as drawn time steps, are given row by row
