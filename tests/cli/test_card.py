@@ -151,6 +151,14 @@ def test_what_is_no_run_is_said_to_be_none(run, tmp_path):
     assert "--delta=1e-06 cannot be given too" in command("card", run, "--delta", "1e-6")[2]
 
 
+def test_statistics_have_no_card(tmp_path):
+    ledger = tmp_path / "statistics.jsonl"
+    vestige.private_statistics(torch.rand(50, 1).numpy(), means={0: (0, 1)}, epsilon=1, delta=1e-5, ledger=ledger)
+    code, _, error = command("card", ledger)
+    assert code == 2
+    assert "is the ledger of statistics: there is no model to make a card of" in error
+
+
 def test_a_printed_epsilon_is_never_below_the_true_one():
     for epsilon in (7.99231, 3.0, 0.0123456, 17.4400001, 123456.7, 1e-9):
         assert epsilon <= float(f"{_upwards(epsilon):g}") < epsilon * 1.0011

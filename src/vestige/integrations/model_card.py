@@ -146,6 +146,11 @@ def _read(path: Path, delta: float | None) -> _Account:
     if not ledger.exists():
         raise ValueError(f"{str(path)!r} is no run: there is no ledger (ledger.jsonl) in it")
     history = read(ledger)
+    if history.facts.get("sampling") == "every-example" and "method" not in history.facts:
+        raise ValueError(
+            f"{str(path)!r} is the ledger of statistics: there is no model to make a card of. `vestige verify` says "
+            "what was spent"
+        )
     history.require(ledger, "population", "sample_rate", "sampling", "noise", "noise_multiplier", "method")
     if "delta" not in history.facts:
         return _of_a_loop(ledger, history, delta)
