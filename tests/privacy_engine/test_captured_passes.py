@@ -437,3 +437,27 @@ def test_a_loss_may_use_some_of_the_outputs():
     for captured in (False, True):
         for use in ("loss", "scores", "both", "turns"):
             assert torch.allclose(run(captured, use), first, atol=1e-5), (captured, use)
+
+
+def test_two_passes_about_one_batch_may_use_other_outputs():
+    """A pass beside the captured one runs as it is, and its loss uses the scores."""
+
+    def run(captured: bool):
+        torch.manual_seed(1)
+        model, data = Scored(), TensorDataset(torch.randn(60, 5), torch.randint(3, (60,)))
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), noise_multiplier=1e-6,
+            max_grad_norm=0.5, data_loader=DataLoader(data, batch_size=8),
+        )  # fmt: skip
+        with captured_on_cpu() if captured else nullcontext() as graphs:
+            for x, y in loader:
+                optimizer.zero_grad()
+                one, other = model(x, y), model(x + 1, y)
+                (one[0] + F.cross_entropy(other[1], y)).backward()
+                optimizer.step()
+        assert not captured or graphs.replays > 0
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)

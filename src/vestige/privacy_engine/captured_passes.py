@@ -94,6 +94,8 @@ class Graphs:
     outputs: list[Any]
     """What the pass gave, flat; an `Ending` where examples are."""
     tree: TreeSpec
+    used: Collection[int]
+    """The numbers of the buffers to which gradients come back."""
 
 
 @dataclass(eq=False)
@@ -107,6 +109,8 @@ class Replay:
     draws: Tensor
     """The state of the GPU's generator before it."""
     went_back: bool = False
+    came: Collection[int] = ()
+    """The numbers of the buffers that hold what came back last."""
 
     def outputs(self) -> tuple[list[Any], TreeSpec]:
         """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
@@ -129,15 +133,15 @@ class Replay:
         """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
         if self.owner.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
-        buffers, expected = [ending.buffer for _, ending, _ in self.endings()], self.owner.used
+        buffers, expected = [ending.buffer for _, ending, _ in self.endings()], self.graphs.used
         came = {buffer for buffer, signal in zip(buffers, signals, strict=True) if signal is not None}
-        again = self.went_back or not came <= expected
+        self.came, again = came, self.went_back or not came.issubset(expected)
         for (_, ending, _), signal in zip(self.endings(), signals, strict=True):
-            if again or ending.buffer in expected:
+            if ending.buffer in came or ending.buffer in expected:
                 self.owner.ends[ending.buffer][: self.graphs.rows].zero_()
                 if signal is not None:
                     self._own(ending).copy_(signal)
-        if not came <= expected:
+        if not came.issubset(expected):
             self.owner.owner.forget()
         if again:
             return self.again()
@@ -417,8 +421,6 @@ class CapturedForm:
         self._tree, self._batch, self._first = call.tree, label.batch, label.count
         self._load(call.leaves)
         self.ends: list[Tensor] = []
-        self.used: set[int] = set()
-        """The numbers of the buffers to which gradients come back."""
         self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
         self._rows_of_users = torch.zeros(self.places(most), dtype=torch.long, device=self.device)
         self._graphs: list[Graphs] = []
@@ -495,18 +497,20 @@ class CapturedForm:
         shown: list[tuple[list[Any], TreeSpec]] = []
         try:
             forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
-            backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
+            kept, tree = shown[0]
+            used = self._used(kept)
+            backward = captured(lambda: self._run_backward(rows, used), self.room.pool, self.device)
             clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
         finally:  # activations of a capture that broke off would lie beside those of the next one
             self._live = None
-        self._graphs.append(Graphs(rows, Timer(self.device), forward, backward, clip, *shown[0]))
+        self._graphs.append(Graphs(rows, Timer(self.device), forward, backward, clip, kept, tree, used))
 
     def _run_all(self, rows: int) -> None:
         try:
-            self._run_forward(rows)
+            kept, _ = self._run_forward(rows)
             for end in self.ends:
                 end[:rows].fill_(1 / rows)
-            self._run_backward(rows)
+            self._run_backward(rows, self._used(kept))
             self._run_clip(rows)
         finally:
             self._live = None
@@ -538,14 +542,14 @@ class CapturedForm:
         self.ends = self.ends or [self.room.buffer(number, most, each) for number, each in enumerate(held)]
         for end, output in zip(self.ends, held, strict=True):
             end[:rows].copy_(output.detach())
-        labelled = [leaf for leaf in kept if isinstance(leaf, Ending) and leaf.label]
-        self.used = {labelled[place].buffer for place in self.owner.used([each.reduction for each in labelled])}
-        edges = [
-            _edge(output) if output.requires_grad and number in self.used else None
-            for number, output in enumerate(held)
-        ]
+        edges = [_edge(output) if output.requires_grad else None for output in held]
         self._live = list(zip(edges, (output.dtype for output in held), strict=True)), uses
         return kept, tree
+
+    def _used(self, kept: Sequence[Any]) -> Collection[int]:
+        """The numbers of the buffers to which losses are expected to send gradients back."""
+        labelled = [leaf for leaf in kept if isinstance(leaf, Ending) and leaf.label]
+        return {labelled[place].buffer for place in self.owner.used([each.reduction for each in labelled])}
 
     def _kept(self, found: Sequence[Any], rows: int) -> list[Any]:
         """What a replay gives of the outputs. Raises `NotCapturable` if one is a tensor without rows: padding would be
@@ -570,15 +574,16 @@ class CapturedForm:
             raise NotCapturable("no output of the model has a row for each example")
         return kept
 
-    def _run_backward(self, rows: int) -> Uses:
+    def _run_backward(self, rows: int, used: Collection[int]) -> Uses:
+        """From the outputs in the buffers `used`, in which is what came back to them."""
         assert self._live is not None
         held, uses = self._live
         tracker = self.owner.tracking.tracker
         padding = self._places[:rows] >= self._count
         outputs: list[Any] = []
         back: list[Tensor] = []
-        for end, (edge, dtype) in zip(self.ends, held, strict=True):
-            if edge is None:
+        for number, (end, (edge, dtype)) in enumerate(zip(self.ends, held, strict=True)):
+            if edge is None or number not in used:
                 continue
             # Copied: gradients of the last layers are made of it, and are still there when others come back.
             signal = blanked(end[:rows], padding, in_place=True).to(dtype, copy=True)
@@ -626,7 +631,7 @@ class CapturedForm:
             self._run_forward(replay.graphs.rows)
             for end, signal in zip(self.ends, signals, strict=True):
                 end.copy_(signal)
-            found = self._run_backward(replay.graphs.rows)
+            found = self._run_backward(replay.graphs.rows, replay.came)
             self._live = None
         few = itemgetter(slice(replay.rows))
         return {name: [change(gradient, few) for gradient in uses] for name, uses in found.items()}
