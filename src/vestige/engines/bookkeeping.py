@@ -41,6 +41,7 @@ from vestige.mechanism.losses.criteria import (
     Targets,
     counts_targets,
     example_losses,
+    has_rows,
     of_torch,
     scored,
 )
@@ -143,10 +144,10 @@ class BookKeeping:
                 return found
         outputs = tree_map(partial(_by_example, len(batch[0])), outputs)
         leaves = tree_leaves(outputs)
-        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        if not any(map(has_rows, leaves)):
             for leaf in leaves:
                 if isinstance(leaf, NotByExample):
-                    leaf.refused()
+                    raise leaf.problem
         return example_losses(self.loss, outputs, targets)
 
     def _rowwise(self, outputs: Any, targets: Targets) -> Any:
@@ -228,7 +229,7 @@ def _by_example(examples: int, output: Any) -> Any:
     if not isinstance(output, Tensor) or (output.dim() and len(output) == examples):
         return output
     shape = tuple(output.shape)
-    return NotByExample(
+    return NotByExample.of(
         NotApart(f"the model gives a tensor of shape {shape}, not a row for each example", unknown=True)
     )
 

@@ -62,24 +62,27 @@ class Form:
 BY_PLACE = Form()
 
 
-class NotByExample:
+class NotByExample(Tensor):
     """Stands, in what a loss is given, for an output that has no row for each example: it may be passed on, and whoever
-    computes with it gets the error."""
+    looks at it or computes with it gets the error."""
 
-    def __init__(self, problem: Exception) -> None:
-        object.__setattr__(self, "problem", problem)
+    problem: Exception
 
-    def refused(self, *_: object, **__: object) -> Any:
-        raise object.__getattribute__(self, "problem")
+    @classmethod
+    def of(cls, problem: Exception) -> NotByExample:
+        with torch._C.DisableTorchFunction():
+            found: NotByExample = Tensor._make_subclass(cls, torch.empty(0))
+        found.problem = problem
+        return found
 
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __float__ = __format__ = refused
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refused
-    __neg__ = __pow__ = __matmul__ = __lt__ = __le__ = __gt__ = __ge__ = refused
-    __torch_function__ = classmethod(lambda cls, function, types, args=(), kwargs=None: _refused_by(args, kwargs))
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).problem
 
 
-def _refused_by(args: object, kwargs: object) -> Any:
-    next(each for each in tree_leaves((args, kwargs)) if isinstance(each, NotByExample)).refused()
+def has_rows(output: object) -> bool:
+    """Whether an output is a tensor with a row for each example."""
+    return isinstance(output, Tensor) and not isinstance(output, NotByExample)
 
 
 def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
@@ -117,7 +120,7 @@ def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) 
             return loss(made, *targets)
 
         return _taken_apart(opened, dict(vars(outputs)), targets)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+    if not any(map(has_rows, leaves)):
         raise ValueError(
             f"the model returns a {type(outputs).__name__}, which cannot be taken apart into examples: return tensors, "
             "or tuples or dictionaries of them"
@@ -128,10 +131,10 @@ def _taken_apart(loss: BatchLoss, outputs: object, targets: tuple[Tensor, ...]) 
 
     def one(*rows: Tensor) -> Tensor:
         own_targets, given = rows[: len(targets)], iter(rows[len(targets) :])
-        own = [next(given).unsqueeze(0) if isinstance(leaf, Tensor) else kept[i] for i, leaf in enumerate(leaves)]
+        own = [next(given).unsqueeze(0) if has_rows(leaf) else kept[i] for i, leaf in enumerate(leaves)]
         return loss(tree_unflatten(own, shape), *(target.unsqueeze(0) for target in own_targets)).sum()
 
-    each = (*targets, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+    each = (*targets, *filter(has_rows, leaves))
     try:
         with quietly():
             return vmap(one, randomness="different")(*each)
