@@ -97,9 +97,29 @@ def test_pictures_in_another_order_are_refused():
             model(*batch)["loss"].backward()
 
 
-def trained(loss, expected_of):
+def narrow(texts, mask, parts):
+    found = texts.clone()
+    found[mask] = parts[:, :1]
+    return found
+
+
+def widened(texts, mask, parts):
+    return texts.mean(1, keepdim=True).masked_scatter(mask.unsqueeze(-1), parts)
+
+
+@pytest.mark.parametrize("put", [narrow, widened])
+def test_what_is_broadcast_to_the_places_is_given_one_example_at_a_time(put):
+    _, model, _, loader = private(PictureInText(put), examples())
+    for batch in loader:
+        with pytest.raises(ValueError, match="by a mask|masked_scatter"):
+            model(*batch)["loss"].backward()
+    with pytest.warns(UserWarning, match="one example at a time|proved"):
+        trained(lambda outputs, _: outputs["loss"], own, put)
+
+
+def trained(loss, expected_of, put=scattered):
     ids, picture = examples()
-    model = PictureInText(scattered)
+    model = PictureInText(put)
     expected = oracle(model, expected_of, list(zip(ids, picture, strict=True)), 0.5)
     before = flat(model)
     training = vestige.train(
@@ -118,7 +138,15 @@ def test_outputs_without_a_row_for_each_example_may_be_left_alone():
 
 
 @pytest.mark.parametrize(
-    "use", [lambda each: each.mean(), lambda each: 2 * each[0].sum(), lambda each: F.relu(each).sum()]
+    "use",
+    [
+        *(lambda each: each.mean(), lambda each: 2 * each[0].sum(), lambda each: F.relu(each).sum()),
+        *(lambda each: abs(each).sum(), lambda each: 2 ** each[0, 0], lambda each: each.sum() * (each.dim() == 2)),
+        *(
+            lambda each: each.sum() * bool((each == each).all()),
+            lambda each: each.sum() if torch.is_tensor(each) else 0,
+        ),
+    ],
 )
 def test_a_loss_that_uses_them_is_given_one_example_at_a_time(use):
     def loss(outputs, _=None):

@@ -521,7 +521,8 @@ def _set_by_mask(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[
     if value.dim() <= into.dim() - mask.dim():
         into.copy_(torch.where(where, value.to(into.dtype), into))
         return None
-    found = _scattered(mode, into, where, value.to(into.dtype))
+    parts = value.shape[1:] == into.shape[mask.dim() :] and (len(value) > 1 or len(into) == 1)  # or it is broadcast
+    found = _scattered(mode, into, where, value.to(into.dtype)) if parts else None
     return mode.watched(function, (), args, kwargs) if found is None else (into.copy_(found), None)[1]
 
 
@@ -538,6 +539,8 @@ def _scattered(mode: TrackedFunctions, given: Tensor, mask: Tensor, source: Tens
     ordered = source.shape[: before + 1] == (*[1] * before, label.count * label.inner) and not label.first
     if rows != one or chosen not in (one, None) or label[2:4] != one[2:4] or not ordered or source.dtype != given.dtype:
         return None
+    if any(size not in (1, own) for size, own in zip(mask.shape, given.shape, strict=True)):
+        return None  # `given` would be broadcast
     whole, axis = mask.expand(given.shape), given.dim()
     while axis > 1 and (whole.stride(axis - 1) == 0 or whole.shape[axis - 1] == 1):
         axis -= 1  # an entry of the mask is for so many numbers
