@@ -7,7 +7,7 @@ assumption that it concerns. Training data that are evaluated on are refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -66,8 +66,7 @@ def _of(data: object, within: tuple[int, ...] = ()) -> Iterator[Doubt]:
 
 def _overlap(data: ConcatDataset[object]) -> bool:
     """Whether a row is in two of the datasets."""
-    each = np.concatenate([np.unique(places(part), axis=0) for part in data.datasets])
-    return len(np.unique(each, axis=0)) < len(each)
+    return _one_in_several(map(places, data.datasets))
 
 
 def _parts(data: object) -> Iterator[object]:
@@ -120,8 +119,18 @@ def _fingerprint(data: object) -> object:
 
 def hold_one_row(first: object, second: object) -> bool:
     """Whether a row of one is a row of the other, as far as objects and memory show it."""
-    ours, theirs = ({tuple(place) for place in np.unique(places(each), axis=0).tolist()} for each in (first, second))
-    return not ours.isdisjoint(theirs)
+    return _one_in_several(map(places, (first, second)))
+
+
+def _one_in_several(parts: Iterable[Places]) -> bool:
+    each = np.concatenate([_distinct(part) for part in parts])
+    return len(_distinct(each)) < len(each)
+
+
+def _distinct(found: Places) -> Places:
+    """Each place once: `np.unique` of pairs takes twenty times as long."""
+    ordered = found[np.lexsort(found.T)]
+    return ordered[np.append(True, (ordered[1:] != ordered[:-1]).any(1))[: len(ordered)]]
 
 
 def places(data: Any) -> Places:
