@@ -1,8 +1,9 @@
-"""How does a step shed its launches on a GPU? It is captured once as a CUDA graph, and replayed.
+"""How does a step shed its launches on a GPU, and its Python on a CPU? It is captured once as a graph, and replayed.
 
 Capturing runs the step's Python once more, with every operator followed: what is replayed is what was proved. A graph
-has a fixed shape, but a Poisson sample has none: a batch is padded to one of a few sizes by rows of weight zero, copies
-of its first row, and texts are padded to one of a few lengths.
+has a fixed shape, but a Poisson sample has none. On a GPU, where captures take time and memory, a batch is padded to
+one of a few sizes by rows of weight zero, copies of its first row, and texts are padded to one of a few lengths. On a
+CPU every size that comes again has a graph of its own, whose numbers are those of the step itself, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from vestige.engines.capture_guards import (
 )
 from vestige.engines.example_axis.labels import NotApart, Tracker
 from vestige.engines.example_axis.tracked_model import gradients
-from vestige.engines.per_example.execution import unseen
+from vestige.engines.operator_graph import GraphMemory, GuardFailed, OperatorGraph, Outside, without_collection
+from vestige.engines.per_example.execution import RECORDERS, unseen
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout
@@ -44,6 +46,8 @@ MOST_SIZES, DEVIATIONS = 8, (2.5, 1.6, 1.0, 0.6, 0.2, -0.2, -0.6, -1.0, -1.6)
 """Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""
 MOST_GRAPHS, FEW = 64, 8
 """Graphs that are kept; and rows that a GPU takes in hardly more time than one."""
+MOST_ON_CPU, MOST_REMEMBERED = 256, 4096
+"""The same on a CPU; and forms of steps of which is remembered that they came."""
 
 
 def sizes_of(
@@ -65,7 +69,14 @@ def ahead(sizes: Sequence[int]) -> list[int]:
 
 
 def capturable(device: torch.device) -> bool:
+    if device.type == "cpu":
+        return not RECORDERS.on
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def exact(device: torch.device) -> bool:
+    """Whether batches of each size have a graph of their own there, and nothing is padded."""
+    return device.type == "cpu"
 
 
 def captured(work: Callable[[], object], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
@@ -77,7 +88,7 @@ def captured(work: Callable[[], object], pool: Any, device: torch.device) -> tor
     # replaces would lie idle.
     torch._C._cuda_clearCublasWorkspaces()
     try:
-        with _no_collection(), torch.cuda.graph(graph, pool=pool):
+        with without_collection(), torch.cuda.graph(graph, pool=pool):
             work()
     except BaseException:
         # A capture that breaks off leaves the generator unusable, its own stream the current one, and, before torch
@@ -117,7 +128,7 @@ def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
     whether it is captured hears that it is not: transformers' models then look at the mask, which is answered, and skip
     work."""
     asked = torch.cuda.is_current_stream_capturing
-    tracker.answer, tracker.captured, tracker.kept_elsewhere = full, True, False
+    tracker.answer, tracker.captured, tracker.kept_elsewhere, tracker.exposed = full, True, False, False
     if full:
         torch.cuda.is_current_stream_capturing = lambda: False
     try:
@@ -127,22 +138,16 @@ def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
         tracker.answer, tracker.captured = None, False
 
 
+def require_unexposed(tracker: Tracker, device: torch.device) -> None:
+    """Raise `NotCapturable` if a pass on a CPU may have written to memory without an operator, as NumPy does."""
+    if tracker.exposed and device.type == "cpu":
+        raise NotCapturable("the pass takes the memory of a tensor out of torch")
+
+
 def is_full(mask: Tensor) -> bool:
     """Whether a mask leaves nothing out: models then skip work, with the same result."""
     with unseen():
         return bool((mask == 1).all())
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """What Python's collector frees while a step is captured, an older graph above all, would break it off."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def new_pool() -> Any:
@@ -158,9 +163,9 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def precision() -> tuple[Hashable, ...]:
+def precision(device: torch.device) -> tuple[Hashable, ...]:
     """What a graph takes for granted of torch's settings."""
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return tf32_products(), tf32_convolutions(), autocast
 
 
@@ -235,6 +240,25 @@ class CaptureCosts:
         return self._lost[wanted] >= self._seconds > 0.0 and self.count < MOST_GRAPHS
 
 
+class Recurring:
+    """Which steps on a CPU are recorded? Those of a form that has come before: to record a step takes about as long as
+    all later ones of its form save, until it has come again."""
+
+    def __init__(self) -> None:
+        self._met: set[int] = set()
+        self._recorded = 0
+
+    def comes_again(self, form: Hashable) -> bool:
+        """Of a form that is not recorded: whether to do so."""
+        seen = hash(form)  # forms are long
+        if seen in self._met and self._recorded < MOST_ON_CPU:
+            self._recorded += 1
+            return True
+        if len(self._met) < MOST_REMEMBERED:
+            self._met.add(seen)
+        return False
+
+
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +282,7 @@ class Captured:
         self._known: KnownModules = {}
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
+        self._again, self._outside = Recurring(), Outside()
 
     @property
     def reads(self) -> set[str]:
@@ -305,6 +330,15 @@ class Captured:
         step = None if mean is None else self._step(mean, clip, into, whole=transform is not None)
         if step is None or mean is None:
             return self.engine(batch, parameters, clip, into, transform, terms)
+        if step.exact:
+            try:
+                return step(mean, clip, into)
+            except GuardFailed:
+                pass
+            except (ValueError, NotCapturable, RuntimeError):  # if it is the program's own error, it comes again
+                self._captures = False
+                self._graphs.clear()
+            return self.engine(batch, parameters, clip, into, transform, terms)
         if transform is None and step.rows < len(batch[0]):  # the batch is the term's: an example is a row
             parts = zip(*(part.split(step.rows) for part in batch), strict=True)
             return torch.cat([self(part, parameters, clip, into) for part in parts])
@@ -321,14 +355,17 @@ class Captured:
         masks = [part for name, part in zip(names, mean.batch, strict=False) if name.endswith("attention_mask")]
         full = bool(masks) and not self._padded and all(map(is_full, masks))
         try:
-            self._run_first(mean, full)
-            state = precision(), state_fingerprint(self.model, self.engine.loss, known=self._known)
+            if not exact(into.device):
+                self._run_first(mean, full)
+            state = precision(into.device), state_fingerprint(self.model, self.engine.loss, known=self._known)
             stays, self._state = state == self._state, state
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
             views = mean.views if mean.counts is None else 1
             key = (views, mean.counts is None), shapes, places, clip.recording, full, state
             known = self._graphs.get(key, {})
             rows = len(mean.batch[0]) // views
+            if exact(into.device):
+                return self._of_this_size(key, rows, mean, clip, into, full)
             best, expected = self._size(rows, views, whole), self._expected(views)
             if not self._has_room(mean, best):
                 return None
@@ -354,6 +391,24 @@ class Captured:
             self._captures = False
             self._graphs.clear()
             return None
+
+    def _of_this_size(
+        self, key: Hashable, rows: int, mean: Term, clip: Clip, into: Tensor, full: bool
+    ) -> CapturedStep | None:
+        """The graph of batches of so many rows, which is recorded by the step itself."""
+        known = self._graphs.get(key, {})
+        step, possible = known.get(rows), mean.counts is None and rows > 1
+        if step is None and possible and self._again.comes_again((key, rows)):
+            self._graphs[key] = known
+            if self._total is None:
+                self._total = torch.zeros(self.layout.size)
+            largest = known[max(known)] if known and max(known) >= rows else None
+            step = known[rows] = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full)
+            step.memory = GraphMemory(self._outside, [*step.batch, step.norms, step.total], self.engine.labels)
+            step.graph = OperatorGraph(step.memory)
+        if step is None or step.memory is None or step.memory.holds_examples():
+            return None
+        return step
 
     def _has_room(self, mean: Term, rows: int) -> bool:
         """Whether a graph of so many rows has places for all users, if they have unequal numbers of rows."""
@@ -436,23 +491,31 @@ class CapturedStep:
             if clip.flat_bound is not None:
                 self.bound = torch.ones((), dtype=torch.float64, device=device)
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
-        self.norms: Tensor | None = None
+        self.exact = exact(device)
+        examples = rows if self.counts is None else len(self.counts)
+        self.norms = torch.zeros(examples, engine.layout.groups, dtype=torch.float64, device=device)
         self.timer = Timer(device)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | OperatorGraph | None = None
+        self.memory: GraphMemory | None = None
 
     def __call__(self, mean: Term, clip: Clip, into: Tensor) -> Tensor:
         assert self.graph is not None
-        assert self.norms is not None
         self._load(mean.batch, mean.counts)
         if self.bound is not None and clip.flat_bound is not None:
             wanted = clip.flat_bound
             if type(wanted) is not float or wanted != self.holds[0]:
                 self.bound.fill_(wanted)
                 self.holds[0] = float(wanted)
+        self.total.copy_(into)
         self.timer.start()
-        self.graph.replay()
+        if isinstance(self.graph, OperatorGraph):
+            assert self.memory is not None
+            self.graph.replay(self._run, {})
+            self.memory.complete()
+        else:
+            self.graph.replay()
         self.timer.stop()
-        into.add_(self.total)
+        into.copy_(self.total)
         examples = len(mean.batch[0]) // self.views if mean.counts is None else len(mean.counts)
         return self.norms[:examples].clone()
 
@@ -477,17 +540,15 @@ class CapturedStep:
                 self.counts[: len(counts)].copy_(counts)
 
     def _run(self) -> None:
-        self.total.zero_()
         views = self.views if self.counts is None else self.most
         term = Term(self.mean.weight, self.mean.point, tuple(self.batch), views, self.counts)
         with as_captured(self.engine.proved.tracker, self.full):
             found = gradients([self.engine.gradients_of(term)], self.total)
+            require_unexposed(self.engine.proved.tracker, self.total.device)
         self.engine.labels.let_go(self.engine.proved.tracker)
         users = self.engine.users_of(term)
-        real, examples = self.place < self.count, self.rows
-        if users is not None:
-            real, examples = users.counts > 0, len(users.counts)
-        self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, examples, real, users)
+        real = None if self.exact else self.place < self.count if users is None else users.counts > 0
+        self.norms.copy_(add_weighted(found, self.clip, self.engine.layout, self.total, len(self.norms), real, users))
 
 
 def _with_room(rows: int, size: int, announced: Sequence[int]) -> int:
