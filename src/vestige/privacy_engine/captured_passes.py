@@ -24,29 +24,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.capture_guards import HOOKS, NUMBERS, KnownModules, NotCapturable, state_fingerprint
-from vestige.engines.cuda_graphs import (
+from vestige.engines.captures.capture_costs import (
     MOST_GRAPHS,
     CaptureCosts,
     Recurring,
     Timer,
     ahead,
+    exact,
+    padded_size,
+)
+from vestige.engines.captures.capture_guards import HOOKS, NUMBERS, KnownModules, NotCapturable, state_fingerprint
+from vestige.engines.captures.cuda_graphs import (
     as_captured,
     capturable,
     capture_proved,
     captured,
-    exact,
     fill_rows,
     give_back,
     is_full,
     new_pool,
-    padded_size,
     precision,
     require_unexposed,
 )
+from vestige.engines.captures.operator_graph import GraphMemory, GuardFailed, OperatorGraph, Outside, Values
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Summed, top_hooks, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
-from vestige.engines.operator_graph import GraphMemory, GuardFailed, OperatorGraph, Outside, Values
 from vestige.engines.per_example import execution
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
@@ -265,7 +267,7 @@ class CapturedPasses:
     inside: Sequence[StorageWeakRef] = ()
     """Memory that the last pass that was not captured has made, but for its outputs."""
     _again: Recurring = field(default_factory=Recurring)
-    _outside: Outside = field(default_factory=dict)
+    _outside: Outside = field(default_factory=Outside)
 
     def __post_init__(self) -> None:
         certain = ignored_for_certain(self.module)

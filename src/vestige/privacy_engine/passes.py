@@ -27,12 +27,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.capture_guards import NotCapturable
+from vestige.engines.captures.capture_guards import NotCapturable
+from vestige.engines.captures.operator_graph import GuardFailed
 from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, ReadNumber, reduced
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Tracker, tensors_in, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, TrackedModel, require_unwritten
 from vestige.engines.independence import require_independent
-from vestige.engines.operator_graph import GuardFailed
 from vestige.engines.per_example.execution import unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine, differentiable
 from vestige.engines.per_example.sums_of_users import RowCounts, UserRows

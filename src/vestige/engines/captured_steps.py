@@ -8,258 +8,52 @@ CPU every size that comes again has a graph of its own, whose numbers are those 
 
 from __future__ import annotations
 
-import gc
-import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
-from math import ceil, inf, sqrt
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
-from vestige.engines.capture_guards import (
+from vestige.engines.captures.capture_costs import (
+    MOST_GRAPHS,
+    CaptureCosts,
+    Recurring,
+    Timer,
+    ahead,
+    exact,
+    padded_size,
+    sizes_of,
+    with_room,
+)
+from vestige.engines.captures.capture_guards import (
     KnownModules,
     NotCapturable,
-    require_same_on_any_draw,
     state_fingerprint,
 )
-from vestige.engines.example_axis.labels import NotApart, Tracker
+from vestige.engines.captures.cuda_graphs import (
+    as_captured,
+    capturable,
+    capture_proved,
+    captured,
+    fill_rows,
+    give_back,
+    is_full,
+    new_pool,
+    precision,
+    require_unexposed,
+)
+from vestige.engines.captures.operator_graph import GraphMemory, GuardFailed, OperatorGraph, Outside
+from vestige.engines.example_axis.labels import NotApart
 from vestige.engines.example_axis.tracked_model import gradients
-from vestige.engines.operator_graph import GraphMemory, GuardFailed, OperatorGraph, Outside, without_collection
-from vestige.engines.per_example.execution import RECORDERS, unseen
 from vestige.engines.per_example.sums_of_users import RowCounts
-from vestige.engines.replayed_host_transfers import HostTransfers, Sent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.gradient_transforms import Term, only_mean, terms_of
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
-from vestige.randomness.generator_states import draws_kept, host_draws, restore_host_draws
-from vestige.tf32 import tf32_convolutions, tf32_products
-
-SECONDS = 2.0
-"""How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""
-MOST_SIZES, DEVIATIONS = 8, (2.5, 1.6, 1.0, 0.6, 0.2, -0.2, -0.6, -1.0, -1.6)
-"""Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""
-MOST_GRAPHS, FEW = 64, 8
-"""Graphs that are kept; and rows that a GPU takes in hardly more time than one."""
-MOST_ON_CPU, MOST_REMEMBERED = 256, 4096
-"""The same on a CPU; and forms of steps of which is remembered that they came."""
-
-
-def sizes_of(
-    population: int, rate: float, part: int | None = None, mean: float = 1.0, square: float = 1.0
-) -> list[int]:
-    """The sizes to capture for Poisson samples that are taken whole, or in parts of at most so many: largest first.
-    Where each of the population has several rows, with this `mean` and mean `square`, sizes are numbers of rows."""
-    likely, deviation = population * rate * mean, sqrt(population * rate * (1 - rate) * square)
-    most = round(population * mean)
-    sizes = {min(most, max(2, ceil(likely + each * deviation))) for each in DEVIATIONS}
-    if part is not None and part < max(sizes):  # what is left over of a sample is as likely to be small as large
-        sizes = {max(2, ceil(part * place / MOST_SIZES)) for place in range(1, MOST_SIZES + 1)}
-    return sorted(sizes, reverse=True)
-
-
-def ahead(sizes: Sequence[int]) -> list[int]:
-    """The order in which sizes are captured: the largest, in whose memory others find room, then every second one."""
-    return [sizes[0], *sizes[2::2], *sizes[1::2]]
-
-
-def capturable(device: torch.device) -> bool:
-    if device.type == "cpu":
-        return not RECORDERS.on
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-
-
-def exact(device: torch.device) -> bool:
-    """Whether batches of each size have a graph of their own there, and nothing is padded."""
-    return device.type == "cpu"
-
-
-def captured(work: Callable[[], object], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
-    """The GPU's part of some work, to be replayed; nothing is run."""
-    graph = torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[device.index or 0]
-    spare, stream = generator.clone_state(), torch.cuda.current_stream(device)
-    # cuBLAS keeps a workspace for each stream. The graph's own must not outlive its memory pool, and the one that it
-    # replaces would lie idle.
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        with without_collection(), torch.cuda.graph(graph, pool=pool):
-            work()
-    except BaseException:
-        # A capture that breaks off leaves the generator unusable, its own stream the current one, and, before torch
-        # 2.12, the allocator in the belief that it goes on, so that no cached memory is ever given back.
-        torch.cuda.set_stream(stream)
-        generator.graphsafe_set_state(spare)
-        with suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
-        raise
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-    return graph
-
-
-def capture_proved(
-    capture: Callable[[], object], run: Callable[[], object], device: torch.device, tracker: Tracker
-) -> None:
-    """Capture work while it is proved. Where that does not work at once it is run before, proved too: kernels are then
-    loaded, and what is sent to the device is known. Raises where that cannot be."""
-    sent, before = Sent(), host_draws()
-    with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
-        capture()
-        return
-    with HostTransfers(device, sent):
-        run()
-    if device.type == "cuda" and host_draws() != before:
-        restore_host_draws(before)
-        require_same_on_any_draw(run, tracker)
-    give_back(device)
-    with HostTransfers(device, sent, given=True):
-        capture()
-
-
-@contextmanager
-def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
-    """As a pass is followed that is to be captured. Where no mask leaves anything out (`full`), a model that asks
-    whether it is captured hears that it is not: transformers' models then look at the mask, which is answered, and skip
-    work."""
-    asked = torch.cuda.is_current_stream_capturing
-    tracker.answer, tracker.captured, tracker.kept_elsewhere, tracker.exposed = full, True, False, False
-    if full:
-        torch.cuda.is_current_stream_capturing = lambda: False
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
-        tracker.answer, tracker.captured = None, False
-
-
-def require_unexposed(tracker: Tracker, device: torch.device) -> None:
-    """Raise `NotCapturable` if a pass on a CPU may have written to memory without an operator, as NumPy does."""
-    if tracker.exposed and device.type == "cpu":
-        raise NotCapturable("the pass takes the memory of a tensor out of torch")
-
-
-def is_full(mask: Tensor) -> bool:
-    """Whether a mask leaves nothing out: models then skip work, with the same result."""
-    with unseen():
-        return bool((mask == 1).all())
-
-
-def new_pool() -> Any:
-    """Memory for graphs."""
-    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-
-
-def give_back(device: torch.device) -> None:
-    """What nobody needs any more; of cuBLAS too, whose workspaces would be missed where they are freed later."""
-    if device.type == "cuda":
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-
-def precision(device: torch.device) -> tuple[Hashable, ...]:
-    """What a graph takes for granted of torch's settings."""
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return tf32_products(), tf32_convolutions(), autocast
-
-
-def fill_rows(buffer: Tensor, rows: Tensor) -> None:
-    """Put rows into a buffer; further ones are copies of the first, so that predicates over all keep their value."""
-    count = len(rows)
-    buffer[:count].copy_(rows)
-    if count < len(buffer):
-        buffer[count:].copy_(buffer[:1].expand(len(buffer) - count, *buffer.shape[1:]))
-
-
-# --- when a graph is worth its time -----------------------------------------------------------------------------------
-
-
-class Timer:
-    """How long the device takes for a piece of work; nobody waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-        self._begun, self._running, self._seconds = 0.0, False, 0.0
-
-    def start(self) -> None:
-        if self._events is None:
-            self._begun = time.monotonic()
-        elif not self._running:
-            self._events[0].record()
-
-    def stop(self) -> None:
-        if self._events is None:
-            self._seconds = time.monotonic() - self._begun
-        elif not self._running:
-            self._events[1].record()
-            self._running = True
-
-    @property
-    def seconds(self) -> float:
-        """The last time that is known; zero as long as none is."""
-        if self._events is not None and self._running and self._events[1].query():
-            self._seconds, self._running = self._events[0].elapsed_time(self._events[1]) / 1e3, False
-        return self._seconds
-
-
-class CaptureCosts:
-    """Which further graphs are worth capturing? Those whose absence has cost as much as capturing does.
-
-    A batch that no graph fits exactly is padded to a larger one, or taken in parts by a smaller one. What that takes
-    beyond the work of a graph of its own is added up; so never more than twice the least possible is spent.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        """Graphs that there are."""
-        self._seconds = 0.0
-        """What the last one took."""
-        self._lost: dict[Hashable, float] = {}
-
-    def capture(self, sizes: Sequence[int], one: Callable[[int], object]) -> None:
-        """Capture graphs of these sizes, as far as there is time."""
-        start = inf
-        for rows in sizes:
-            begun = time.monotonic()
-            if begun - start > SECONDS:
-                break
-            one(rows)
-            start = min(start, time.monotonic())  # the first one loads and compiles kernels
-            self.count, self._seconds = self.count + 1, time.monotonic() - begun
-
-    def worth(self, wanted: Hashable, seconds: float, share: float) -> bool:
-        """Whether to capture a graph that was done without once more, by one that takes so long, of which a `share`
-        was needed."""
-        self._lost[wanted] = self._lost.get(wanted, 0.0) + seconds * max(0.0, 1.0 - share)
-        return self._lost[wanted] >= self._seconds > 0.0 and self.count < MOST_GRAPHS
-
-
-class Recurring:
-    """Which steps on a CPU are recorded? Those of a form that has come before: to record a step takes about as long as
-    all later ones of its form save, until it has come again."""
-
-    def __init__(self) -> None:
-        self._met: set[int] = set()
-        self._recorded = 0
-
-    def comes_again(self, form: Hashable) -> bool:
-        """Of a form that is not recorded: whether to do so."""
-        seen = hash(form)  # forms are long
-        if seen in self._met and self._recorded < MOST_ON_CPU:
-            self._recorded += 1
-            return True
-        if len(self._met) < MOST_REMEMBERED:
-            self._met.add(seen)
-        return False
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
+from vestige.randomness.generator_states import draws_kept
 
 
 class Captured:
@@ -380,7 +174,7 @@ class Captured:
                 return None
             first = best in expected and not known and (views in self._sizes or not self._costs.count)
             if not known and best not in expected:
-                best = _with_room(rows, best, expected)
+                best = with_room(rows, best, expected)
             self._graphs[key] = known
             capture = partial(self._capture, known, mean=mean, clip=clip, into=into, full=full)
             self._costs.capture(ahead(expected) if first else [best], capture)
@@ -549,18 +343,3 @@ class CapturedStep:
         users = self.engine.users_of(term)
         real = None if self.exact else self.place < self.count if users is None else users.counts > 0
         self.norms.copy_(add_weighted(found, self.clip, self.engine.layout, self.total, len(self.norms), real, users))
-
-
-def _with_room(rows: int, size: int, announced: Sequence[int]) -> int:
-    """The first graph of batches that are part of a sample, such as its texts of one length: large enough for most
-    later ones, which would else be taken in two parts."""
-    most = max(announced, default=size)
-    return max(size, FEW, min(padded_size(ceil(rows + 3 * sqrt(rows))), most))
-
-
-def padded_size(examples: int) -> int:
-    """Few sizes: powers of two up to eight, then multiples of a power of two that is at most an eighth."""
-    if examples <= 8:
-        return 1 << max(1, (examples - 1).bit_length())
-    step = max(8, 1 << max(0, examples.bit_length() - 4))
-    return -(-examples // step) * step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from types import CodeType
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vestige.engines.capture_guards import NotCapturable
+from vestige.engines.captures.capture_guards import NotCapturable
 from vestige.engines.example_axis.labels import WITHOUT_TENSORS, Labels, without_modes, written_by
 from vestige.engines.per_example import execution
 from vestige.randomness.generator_states import host_draws
@@ -117,8 +117,25 @@ class Call(NamedTuple):
 
 
 Entry = Call | SaveDraws | RestoreDraws
-Outside = dict[int, tuple[StorageWeakRef, int]]
-"""Storages that passes of a model were given and did not make, by their addresses: in how many passes."""
+
+
+class Outside:
+    """What passes of a model were given and did not make: memory, and constants made of Python's numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, StorageWeakRef] = {}
+        """By address, or by value. As long as they are here, no other storage has their addresses."""
+
+    def note(self, tensor: Tensor, constant: bool) -> bool:
+        """Whether an earlier pass was given it, too."""
+        storage = tensor.untyped_storage()
+        value = tensor.dtype, tensor.shape, tensor.numpy(force=True).tobytes() if constant else b""
+        key: Hashable = value if constant else storage._cdata
+        known = key in self._known
+        self._known.setdefault(key, StorageWeakRef(storage))
+        return known
+
+
 Values = dict[Any, Tensor]
 """SENSITIVE: what a graph has made for a later one."""
 Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
@@ -150,7 +167,7 @@ class GraphMemory:
         """`outside` is that of all passes of the model; `own` are tensors that this one has from its owner."""
         self.graphs: list[OperatorGraph] = []
         self.known, self.own, self._outside, self._labels, self._tries = False, own, outside, labels, 0
-        self.given: set[int] = set()
+        self.given: Collection[int] = ()
         """The addresses of storages that it was given from outside, but for its owner's, once it is complete."""
         self.forget()
 
@@ -177,14 +194,15 @@ class GraphMemory:
         again. To be asked before a pass, and when the last graph has been recorded."""
         if self.known or not all(graph.recorded for graph in self.graphs):
             return self.known
+        own = {each.untyped_storage()._cdata for each in self.own}
         held = {each.untyped_storage()._cdata: each for graph in self.graphs for each in graph.held}
-        known = {each.untyped_storage()._cdata for each in self.own}.union(*(graph.fresh for graph in self.graphs))
-        held = {address: each for address, each in held.items() if address not in known}
+        constants = set[int]().union(*(graph.constants for graph in self.graphs))
+        seen = []
         for address, each in held.items():
-            ref, count = self._outside.get(address) or (StorageWeakRef(each.untyped_storage()), 0)
-            self._outside[address] = ref, count + 1
-        if all(self._outside[address][1] > 1 for address in held):
-            self.given, self.known = set(held), True
+            if address not in own:
+                seen.append(self._outside.note(each, address in constants))
+        if all(seen):
+            self.given, self.known = held.keys() - own - constants, True
             self.storages, self.tensors, self.objects, self.states = {}, {}, {}, {}
             return True
         self._tries += 1
@@ -199,7 +217,7 @@ class GraphMemory:
 
     def holds_examples(self) -> bool:
         """Whether examples have been put into what the pass is given from outside."""
-        return not self.given.isdisjoint(self._labels.addresses())
+        return not self._labels.addresses().isdisjoint(self.given)
 
     def require_public(self, held: Sequence[Tensor]) -> None:
         """Raise `NotCapturable` if a pass has put something of its examples where others find it."""
@@ -240,8 +258,8 @@ class OperatorGraph:
     def forget(self) -> None:
         self.entries: list[Entry] = []
         self.held: list[Tensor] = []
-        self.fresh: set[int] = set()
-        """Storages of constants that the pass has made of Python's numbers."""
+        self.constants: set[int] = set()
+        """Storages that the pass has made of Python's numbers."""
         self.run: Callable[[Values], None] | None = None
         self.recorded = False
         self._held: dict[tuple[int, Geometry], Held] = {}
@@ -317,7 +335,7 @@ class OperatorGraph:
             else:
                 changed.append(known[1])
         if func is LIFT:
-            self.fresh.add(args[0].untyped_storage()._cdata)
+            self.constants.add(args[0].untyped_storage()._cdata)
         found = func(*args, **kwargs)
         alone, makes, expected = isinstance(found, Tensor), [], None
         if alone or type(found) in (tuple, list):

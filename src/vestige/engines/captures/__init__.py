@@ -1,0 +1,1 @@
+"""Passes that are recorded while they are proved, and replayed."""
