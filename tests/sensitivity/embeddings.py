@@ -185,18 +185,23 @@ CASES = [
     Case(name="embedding bag, sum", model=lambda: Bag(mode="sum", padding_idx=0), data=tokens(6)),
     Case(name="embedding bag, max", model=lambda: Bag(mode="max"), data=tokens(6)),
     Case(name="embedding bag with weights", model=WeightedBag, data=weighted),
-    Case(name="sparse embedding", model=lambda: Averaged(sparse=True), data=tokens(6)),
+    Case(
+        name="sparse embedding",
+        model=lambda: Averaged(sparse=True),
+        data=tokens(6),
+        refused="a sparse or nested tensor",
+    ),
     Case(
         name="embedding scaled by frequency",
         model=lambda: Averaged(scale_grad_by_freq=True),
         data=tokens(6),
-        refused={"loop": "scale_grad_by_freq"},
+        refused={"loop": "the gradient of 'embed.weight' is not"},
     ),
     Case(
         name="embedding kept in a ball",
         model=lambda: Averaged(max_norm=1.0),
         data=tokens(6),
-        refused="max_norm",
+        refused={"train": "max_norm", "loop": "embedding_renorm_"},
     ),
     Case(name="embedding and head tied", model=Tied, data=language(5)),
     Case(name="skip-gram", model=SkipGram, data=skip_grams, loss=F.binary_cross_entropy_with_logits, outlying=()),
@@ -207,6 +212,7 @@ CASES = [
         name="difference of the same words, scaled",
         model=lambda: Difference(1e7),
         data=same_word,
+        tolerance=0.02,  # all that there is of any gradient is rounding: docs/privacy.md, `rounding`
     ),
     Case(name="translations of entities", model=TransE, data=with_number(ids(6, 3, 6)), loss=F.mse_loss),
     Case(

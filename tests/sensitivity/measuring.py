@@ -73,6 +73,8 @@ class Case:
     row out."""
     assumed: bool = False
     """Whether the loop's loss mixes examples where that cannot be seen: the guarantee must say what it assumes."""
+    tolerance: float = TOLERANCE
+    """By how much more than its bound an example may move the sum, relatively."""
 
     def refusal(self, path: str) -> str | None:
         return self.refused if isinstance(self.refused, str) else self.refused.get(path.removesuffix(AGAIN))

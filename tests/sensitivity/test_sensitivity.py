@@ -27,7 +27,6 @@ from sensitivity.measuring import (
     AGAIN,
     EXAMPLES,
     PATHS,
-    TOLERANCE,
     Case,
     by_loop,
     chosen,
@@ -55,7 +54,7 @@ def test_one_example_moves_the_sum_by_the_bound_at_most(case: Case, path: str):
     found, refusal = measured(case, path), case.refusal(path)
     if refusal is None:
         assert not found.refusals, found
-        assert max(found.ratios.values()) <= 1 + TOLERANCE, found
+        assert max(found.ratios.values()) <= 1 + case.tolerance, found
     else:
         assert not found.ratios, found
         assert all(refusal in message and "\n" not in message for message in found.refusals.values()), found
