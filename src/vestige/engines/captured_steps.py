@@ -30,6 +30,7 @@ from vestige.engines.captures.capture_costs import (
 )
 from vestige.engines.captures.capture_guards import (
     KnownModules,
+    NamesRead,
     NotCapturable,
     state_fingerprint,
 )
@@ -76,7 +77,7 @@ class Captured:
         self._known: KnownModules = {}
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
-        self._again, self._outside = Recurring(), Outside()
+        self._again, self._outside, self._names, self._named = Recurring(), Outside(), NamesRead(), 0
 
     @property
     def reads(self) -> set[str]:
@@ -151,7 +152,8 @@ class Captured:
         try:
             if not exact(into.device):
                 self._run_first(mean, full)
-            state = precision(into.device), state_fingerprint(self.model, self.engine.loss, known=self._known)
+            held = state_fingerprint(self.model, self.engine.loss, known=self._known)
+            state = precision(into.device), held, self._names.numbers()
             stays, self._state = state == self._state, state
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
             views = mean.views if mean.counts is None else 1
@@ -190,6 +192,9 @@ class Captured:
         self, key: Hashable, rows: int, mean: Term, clip: Clip, into: Tensor, full: bool
     ) -> CapturedStep | None:
         """The graph of batches of so many rows, which is recorded by the step itself."""
+        if len(self._names) > self._named:  # graphs are known by what these hold, too: the old ones are never asked for
+            self._graphs.clear()
+            self._named = len(self._names)
         known = self._graphs.get(key, {})
         step, possible = known.get(rows), mean.counts is None and rows > 1
         if step is None and possible and self._again.comes_again((key, rows)):
@@ -198,9 +203,11 @@ class Captured:
                 self._total = torch.zeros(self.layout.size)
             largest = known[max(known)] if known and max(known) >= rows else None
             step = known[rows] = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full)
-            step.memory = GraphMemory(self._outside, [*step.batch, step.norms, step.total], self.engine.labels)
+            step.memory = GraphMemory(
+                self._outside, [*step.batch, step.norms, step.total], self.engine.labels, self._names
+            )
             step.graph = OperatorGraph(step.memory)
-        if step is None or step.memory is None or step.memory.holds_examples():
+        if step is None or step.memory is None or not step.memory.usable:
             return None
         return step
 
@@ -215,7 +222,7 @@ class Captured:
         if self._ran:
             return
         self._ran, device = True, mean.batch[0].device
-        with draws_kept(device), as_captured(self.engine.proved.tracker, full):
+        with draws_kept(device), self._names.watched(), as_captured(self.engine.proved.tracker, full):
             self.engine.gradients_of(mean)
         self.engine.labels.let_go(self.engine.proved.tracker)
         give_back(device)

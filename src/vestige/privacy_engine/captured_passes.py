@@ -33,7 +33,14 @@ from vestige.engines.captures.capture_costs import (
     exact,
     padded_size,
 )
-from vestige.engines.captures.capture_guards import HOOKS, NUMBERS, KnownModules, NotCapturable, state_fingerprint
+from vestige.engines.captures.capture_guards import (
+    HOOKS,
+    NUMBERS,
+    KnownModules,
+    NamesRead,
+    NotCapturable,
+    state_fingerprint,
+)
 from vestige.engines.captures.cuda_graphs import (
     as_captured,
     capturable,
@@ -268,6 +275,9 @@ class CapturedPasses:
     """Memory that the last pass that was not captured has made, but for its outputs."""
     _again: Recurring = field(default_factory=Recurring)
     _outside: Outside = field(default_factory=Outside)
+    _names: NamesRead = field(default_factory=NamesRead)
+    _named: int = 0
+    """How many names there were when graphs were last asked for."""
 
     def __post_init__(self) -> None:
         certain = ignored_for_certain(self.module)
@@ -352,17 +362,15 @@ class CapturedPasses:
             return self._begin_exact(asked, modules)
         if not self._ran:  # models may keep at their first pass that they had one: graphs are known by their state then
             self._ran = True
-            CapturedForm(self, asked, {}, asked.rows).run()
+            with self._names.watched():
+                CapturedForm(self, asked, {}, asked.rows).run()
         if self._pads is None and MASK in asked.names:
             self._pads = self._same_when_padded(asked)
         to = self._padding.lengths(asked.texts) if self._pads else {}
         with unseen_by_functions():
             self._meet(asked)
             full = asked.without_padding(to)
-            state = (
-                precision(device_of(self.module)),
-                state_fingerprint(self.module, modules=modules, known=self._known),
-            )
+            state = self._state_of(modules)
         stays, self._state = state == self._state, state
         key = self._kinds(asked, [asked.names[name] for name in to]), state, full
         forms = self._forms.get(key, [])
@@ -387,11 +395,11 @@ class CapturedPasses:
         """The graphs of passes of exactly this form, which are recorded by the pass itself."""
         with unseen_by_functions():
             full = asked.without_padding({})
-            state = (
-                precision(device_of(self.module)),
-                state_fingerprint(self.module, modules=modules, known=self._known),
-            )
+            state = self._state_of(modules)
         key = self._kinds(asked, ()), asked.rows, state, full
+        if len(self._names) > self._named:  # graphs are known by what these hold, too: the old ones are never asked for
+            self._forms.clear()
+            self._named = len(self._names)
         form = next(iter(self._forms.get(key, ())), None)
         if form is None:
             if not self._again.comes_again(key):
@@ -399,9 +407,14 @@ class CapturedPasses:
             if any(not each.expired() for each in self.inside):
                 return None  # what the model keeps of a pass would be that of the one that was recorded
             form = CapturedForm(self, asked, {}, asked.rows, full)
-            form.record(self._outside)
+            form.record(self._outside, self._names)
             self._forms[key] = [form]
         return form.begin(asked, asked.call.leaves) if form.ready(asked) else None
+
+    def _state_of(self, modules: Sequence[nn.Module]) -> Hashable:
+        """What graphs are known by, of all that is no argument."""
+        held = state_fingerprint(self.module, modules=modules, known=self._known)
+        return precision(device_of(self.module)), held, self._names.numbers()
 
     def _size(self, rows: int) -> int:
         """Of the graph that suits so many rows: one of those that were announced, or more."""
@@ -588,10 +601,10 @@ class CapturedForm:
                 self._run_forward(rows - 1)
                 self._live = None
 
-    def record(self, outside: Outside) -> None:
+    def record(self, outside: Outside, names: NamesRead) -> None:
         """The next pass records its graphs."""
         own = [self.total, self._count, self._places, *(leaf for leaf in self._leaves if isinstance(leaf, Tensor))]
-        memory = GraphMemory(outside, own, self.owner.tracking.labels)
+        memory = GraphMemory(outside, own, self.owner.tracking.labels, names)
         forward, backward, clip = (OperatorGraph(memory) for _ in range(3))
         timer, tree = Timer(self.device), tree_flatten(())[1]
         self._graphs = [Graphs(self.most, timer, forward, backward, clip, [], tree, None, memory)]
@@ -604,7 +617,7 @@ class CapturedForm:
         if not graphs.memory.known:
             graphs.memory.forget()
             graphs.used, self._batch = None, asked.label.batch
-        return not graphs.memory.holds_examples()
+        return graphs.memory.usable
 
     def forward(self, graphs: Graphs, values: Values) -> None:
         if graphs.memory is None:

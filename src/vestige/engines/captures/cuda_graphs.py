@@ -163,7 +163,7 @@ def give_back(device: torch.device) -> None:
 def precision(device: torch.device) -> tuple[Hashable, ...]:
     """What a graph takes for granted of torch's settings."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return tf32_products(), tf32_convolutions(), autocast
+    return tf32_products(), tf32_convolutions(), autocast, torch.get_default_dtype()
 
 
 def fill_rows(buffer: Tensor, rows: Tensor) -> None:

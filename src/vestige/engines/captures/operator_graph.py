@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vestige.engines.captures.capture_guards import NotCapturable
+from vestige.engines.captures.capture_guards import NamesRead, NotCapturable
 from vestige.engines.example_axis.labels import WITHOUT_TENSORS, Labels, without_modes, written_by
 from vestige.engines.per_example import execution
 from vestige.randomness.generator_states import host_draws
@@ -163,10 +163,14 @@ def kind_of(func: Any) -> Kind:
 class GraphMemory:
     """The graphs of one pass, in their order, and what is known of the tensors that they make."""
 
-    def __init__(self, outside: Outside, own: list[Tensor], labels: Labels) -> None:
-        """`outside` is that of all passes of the model; `own` are tensors that this one has from its owner."""
+    def __init__(self, outside: Outside, own: list[Tensor], labels: Labels, names: NamesRead) -> None:
+        """`outside` and `names` are those of all passes of the model; `own` are tensors that this one has from its
+        owner."""
         self.graphs: list[OperatorGraph] = []
+        self.names = names
         self.known, self.own, self._outside, self._labels, self._tries = False, own, outside, labels, 0
+        self.refused = False
+        """Whether a pass that was recorded cannot be replayed; it counts, but no other is to be recorded."""
         self.given: Collection[int] = ()
         """The addresses of storages that it was given from outside, but for its owner's, once it is complete."""
         self.forget()
@@ -190,8 +194,8 @@ class GraphMemory:
     def complete(self) -> bool:
         """Whether all graphs are recorded and can be replayed; else the pass is recorded, again if need be: what it was
         given from outside must have been given to another pass of the model, too. What is made for each pass by other
-        means than operators would be that of the first one for ever. Raises `NotCapturable` if such is met again and
-        again. To be asked before a pass, and when the last graph has been recorded."""
+        means than operators would be that of the first one for ever; if such is met again and again, it is refused. To
+        be asked when the last graph has been recorded."""
         if self.known or not all(graph.recorded for graph in self.graphs):
             return self.known
         own = {each.untyped_storage()._cdata for each in self.own}
@@ -206,8 +210,7 @@ class GraphMemory:
             self.storages, self.tensors, self.objects, self.states = {}, {}, {}, {}
             return True
         self._tries += 1
-        if self._tries == TRIES:
-            raise NotCapturable("the pass is given tensors that are made for it without operators")
+        self.refused = self._tries >= TRIES
         self.forget()
         return False
 
@@ -215,9 +218,10 @@ class GraphMemory:
         """Whether graphs that are being recorded make the memory of a tensor."""
         return tensor.untyped_storage()._cdata in self.storages
 
-    def holds_examples(self) -> bool:
-        """Whether examples have been put into what the pass is given from outside."""
-        return not self._labels.addresses().isdisjoint(self.given)
+    @property
+    def usable(self) -> bool:
+        """Whether the pass may be recorded or replayed: no examples are in what it is given from outside."""
+        return not self.refused and self._labels.addresses().isdisjoint(self.given)
 
     def require_public(self, held: Sequence[Tensor]) -> None:
         """Raise `NotCapturable` if a pass has put something of its examples where others find it."""
@@ -290,15 +294,25 @@ class OperatorGraph:
         self.forget()
         python = host_draws()[1:]
         self._save_draws()
-        with without_collection(), without_modes(), execution.recording(Recorder(self)):
-            torch.empty(0)
-            assert self._memory.storages, "operators are seen where they are recorded"
-            work()
-        self._meet_draws()
-        if host_draws()[1:] != python:
-            raise NotCapturable("the pass draws random numbers on the host")
-        self._memory.require_public(self.held)
-        self.recorded = True
+        done = False
+        try:
+            recording = execution.recording(Recorder(self))
+            with self._memory.names.watched(), without_collection(), without_modes(), recording:
+                torch.empty(0)
+                assert self._memory.storages, "operators are seen where they are recorded"
+                work()
+                done = True
+            self._meet_draws()
+            if host_draws()[1:] != python:
+                raise NotCapturable("the pass draws random numbers on the host")
+            if not self._memory.names.settled:
+                raise NotCapturable("the pass changes a variable that it reads")
+            self._memory.require_public(self.held)
+            self.recorded = True
+        except NotCapturable:
+            if not done:
+                raise
+            self._memory.refused = True  # the work is done, and nothing is to be done twice
 
     def _save_draws(self) -> None:
         self._draws = torch.get_rng_state().numpy().tobytes()
