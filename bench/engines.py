@@ -36,7 +36,7 @@ from loops import LOOPS, MODELS, OPTIMIZERS
 from others import OTHERS
 from own import CASES, Case
 from vestige import PrivacyEngine
-from vestige.engines.captured_steps import Captured
+from vestige.engines.cuda_graphs import Captured
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradient_forms import Geometry, Patches
 from vestige.engines.reference import Reference

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vestige.engines import captured_steps
+from vestige.engines import cuda_graphs
 from vestige.privacy_engine import captured_passes
 from vestige.randomness import lattice
 from vestige.randomness.streams import Stream
@@ -54,18 +54,13 @@ def always(*_: object) -> bool:
     return True
 
 
-def never(*_: object) -> bool:
-    return False
-
-
 @contextmanager
 def captured_still() -> Iterator[None]:
     """Inside, steps are captured as they are on a GPU, by `Still`."""
     with ExitStack() as stack:
-        for place in (captured_passes, captured_steps):
+        for place in (captured_passes, cuda_graphs):
             stack.enter_context(mock.patch.object(place, "captured", Still))
             stack.enter_context(mock.patch.object(place, "capturable", always))
-            stack.enter_context(mock.patch.object(place, "exact", never))
         stack.enter_context(mock.patch.object(lattice, "add_steps", launched))
         stack.enter_context(mock.patch.object(Still, "still", False))
         yield

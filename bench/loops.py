@@ -238,11 +238,11 @@ def _wait(device: str) -> None:
 @contextmanager
 def set_up(device: str) -> Iterator[list[float]]:
     """What capturing takes, in seconds."""
-    from vestige.engines import captured_steps
+    from vestige.engines import cuda_graphs
     from vestige.privacy_engine import captured_passes
 
     spent, nested = [0.0], [0]
-    places = [(captured_passes.CapturedPasses, "_capture"), (captured_steps.Captured, "_capture")]
+    places = [(captured_passes.CapturedPasses, "_capture"), (cuda_graphs.Captured, "_capture")]
     before = [(place, key, getattr(place, key)) for place, key in places]
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:

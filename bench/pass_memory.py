@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Subset
 
 import vestige
 from defaults import MODELS, SCORES, Model, Rows, Scored, collate, loss_of, one_length
-from vestige.engines import captured_steps
+from vestige.engines import cuda_graphs
 from vestige.engines.per_example import kernels
 from vestige.privacy_engine import captured_passes
 from vestige.randomness import lattice
@@ -57,10 +57,9 @@ def captured_here(captures: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(lattice, "add_steps", new=undrawn))
         stack.enter_context(mock.patch.object(kernels, "blanked", blanked_in_place))
-        for place in (captured_passes, captured_steps):
+        for place in (captured_passes, cuda_graphs):
             stack.enter_context(mock.patch.object(place, "captured", Still))
             stack.enter_context(mock.patch.object(place, "capturable", return_value=captures))
-            stack.enter_context(mock.patch.object(place, "exact", return_value=False))
         yield
 
 

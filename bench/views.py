@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from engines import Step, line, measure, private
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.captured_steps import Captured
+from vestige.engines.cuda_graphs import Captured
 from vestige.engines.reference import Reference
 from vestige.mechanism.augmentation import Augment
 from vestige.tasks import models

@@ -1,4 +1,4 @@
-"""How are passes as a GPU captures them tested without one? A graph that runs its work again stands in for a CUDA graph.
+"""How are captured passes tested without a GPU? A graph that runs its work again stands in for a CUDA graph.
 
 Everything around the graphs is the real thing: sizes, padding, buffers, guards, signals and sums.
 """
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from vestige.engines import captured_steps
+from vestige.engines import cuda_graphs
 from vestige.engines.example_axis.labels import without_modes
 from vestige.engines.per_example import kernels
 from vestige.privacy_engine import captured_passes
@@ -45,10 +45,9 @@ def _blanked(tensor, rows, in_place=False):
 @contextmanager
 def captured_on_cpu() -> Iterator[type[Rerun]]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (captured_steps, captured_passes):
+        for module in (cuda_graphs, captured_passes):
             patch.setattr(module, "captured", _captured)
             patch.setattr(module, "capturable", lambda device: True)
-            patch.setattr(module, "exact", lambda device: False)
         for module in (kernels, captured_passes):
             patch.setattr(module, "blanked", _blanked)
         Rerun.replays = 0

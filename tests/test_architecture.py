@@ -33,9 +33,7 @@ ABOVE: dict[str, str] = {
     "engines.per_example": "fused",
     # Labels follow what is made of examples, and of a sum over them each one's part.
     "engines.example_axis": "fused engines.per_example",
-    # Passes that are recorded while they are proved, and replayed.
-    "engines.captures": "randomness engines.per_example engines.example_axis",
-    "engines": "processes randomness mechanism mechanism.losses engines.per_example engines.example_axis engines.captures",
+    "engines": "processes randomness mechanism mechanism.losses engines.per_example engines.example_axis",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
     "optim.spectral": "randomness mechanism optim",
@@ -43,10 +41,10 @@ ABOVE: dict[str, str] = {
     # Features are made of examples by functions of one example, and kept beside the files that were read.
     "tasks": "budget mechanism mechanism.losses tasks.features",
     "tasks.features": "mechanism tasks",
-    "training": "budget processes accounting randomness mechanism mechanism.losses engines engines.captures optim "
+    "training": "budget processes accounting randomness mechanism mechanism.losses engines optim "
     "methods tasks tasks.features accounting.lower_bounds mechanism.users",
     "privacy_engine": "budget processes accounting randomness mechanism mechanism.users mechanism.losses engines "
-    "engines.per_example engines.example_axis engines.captures optim optim.optimizers methods tasks training",
+    "engines.per_example engines.example_axis optim optim.optimizers methods tasks training",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting mechanism methods tasks tasks.features training",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vestige.engines.captures.capture_guards import state_fingerprint
+from vestige.engines.capture_guards import state_fingerprint
 
 
 def twice(x, factor=2):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from captured_on_cpu import captured_on_cpu
 from other_models import calm
-from vestige.engines.captures import capture_costs
+from vestige.engines import cuda_graphs
 from vestige.privacy_engine import captured_passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -138,7 +138,7 @@ def test_a_replay_ends_where_the_model_becomes_another():
 
 
 def test_batches_beyond_the_announced_sizes_are_captured_too(monkeypatch):
-    monkeypatch.setattr(capture_costs, "DEVIATIONS", (-1.6,))
+    monkeypatch.setattr(cuda_graphs, "DEVIATIONS", (-1.6,))
     plain, _ = loop(captured=False)
     replayed, graphs = loop()
     assert graphs.replays == 3 * 6
@@ -276,7 +276,7 @@ def test_what_has_no_row_for_each_example_first_is_not_captured(use):
 
 
 def test_a_graph_is_worth_capturing_when_doing_without_has_cost_as_much():
-    costs = capture_costs.CaptureCosts()
+    costs = cuda_graphs.CaptureCosts()
     assert not costs.worth("small", 1.0, 0.5)  # nobody knows yet what a graph costs
     costs.capture([4], lambda rows: None)
     costs._seconds = 2.0

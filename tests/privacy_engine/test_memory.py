@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 from captured_on_cpu import captured_on_cpu
-from vestige.engines.captures.capture_guards import NotCapturable
+from vestige.engines.capture_guards import NotCapturable
 from vestige.engines.per_example.execution import unseen_by_functions
 from vestige.privacy_engine import captured_passes
 

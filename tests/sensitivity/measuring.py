@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 
@@ -36,9 +35,6 @@ FARTHEST, NOISE, TIGHT = 8.0, 1e-6, 1e-3
 is of the usual one."""
 TOLERANCE = 1e-3
 PATHS = ("train", "loop")
-AGAIN, WARM = ", replayed", 3
-"""Steps on a CPU are recorded when they come again, and replayed from the fourth on: what a path with this ending does.
-The steps before it are on the plain examples, and move nothing."""
 OUTLIERS = ("none", "times 1000", "times 1e8", "nan", "infinite", "times 1e30")
 CANCELLING = ("none", "times 1e8", "repeated")
 """Where a tight bound is tried too."""
@@ -77,7 +73,7 @@ class Case:
     """By how much more than its bound an example may move the sum, relatively."""
 
     def refusal(self, path: str) -> str | None:
-        return self.refused if isinstance(self.refused, str) else self.refused.get(path.removesuffix(AGAIN))
+        return self.refused if isinstance(self.refused, str) else self.refused.get(path)
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ def measured(case: Case, path: str) -> Found:
     runs = [Runs(case, path, usual), Runs(case, path, TIGHT * usual)]
     for kind in kinds(case, rows):
         odd = with_outlier(case, rows, kind)
-        if kind in case.raises and path.startswith("loop"):
+        if kind in case.raises and path == "loop":
             ratios |= {} if raises_alike(runs[0], odd) else {kind: math.inf}
             continue
         try:
@@ -169,7 +165,7 @@ def moves(run: Runs, rows: Data, kind: str) -> Iterator[float]:
     everyone, others = list(range(EXAMPLES)), (0, EXAMPLES - 1) if kind == "none" else (EXAMPLES - 1,)
     data = chosen(rows, everyone)
     for gone in (ODD, *others):
-        if run.case.random or (run.path.startswith("loop") and any(part.is_floating_point() for part in data[:-1])):
+        if run.case.random or (run.path == "loop" and any(part.is_floating_point() for part in data[:-1])):
             replaced, allowed = replacement(data, rows, gone, blank="nan" not in run.case.raises)
             yield run.distance(data, replaced) / allowed
             yield run.size(chosen(rows, [gone]))
@@ -260,8 +256,7 @@ class Runs:
         torch.manual_seed(2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            by = by_train if self.path.startswith("train") else by_loop
-            by(self.case, model, data, self.bound, lr, WARM if self.path.endswith(AGAIN) else 0)
+            (by_train if self.path == "train" else by_loop)(self.case, model, data, self.bound, lr)
         total = (before - flat(model.parameters(), trainable=True)) * len(data[0]) / lr
         return total, flat([*model.parameters(), *model.buffers()], trainable=False)
 
@@ -270,52 +265,13 @@ def flat(tensors: Iterable[Tensor], trainable: bool) -> Tensor:
     return torch.cat([torch.zeros(0), *(t.detach().double().ravel() for t in tensors if t.requires_grad is trainable)])
 
 
-class Changing(Dataset[Data]):
-    """Plain examples for the first steps, and then these."""
-
-    def __init__(self, case: Case, rows: Data, warm: int) -> None:
-        plain = made(case)
-        self.rows = tuple(part[: len(rows[0])] for part in plain) if warm else rows
-        self.then = rows
-
-    def __len__(self) -> int:
-        return len(self.then[0])
-
-    def __getitem__(self, place: int) -> Data:
-        return tuple(part[place] for part in self.rows)
-
-
-def by_train(case: Case, model: nn.Module, data: Data, bound: float, lr: float, warm: int = 0) -> None:
-    rows = Changing(case, data, warm) if warm else data
-    schedule = (lambda optimizer: LambdaLR(optimizer, lambda step: float(step >= warm))) if warm else None
+def by_train(case: Case, model: nn.Module, data: Data, bound: float, lr: float) -> None:
     training = vestige.train(
-        model, case.loss, rows, method=vestige.make_method("dp-sgd", clip=bound), sample_rate=1.0, steps=warm + 1,
-        delta=1e-5, noise_multiplier=NOISE, lr=lr, reproducible=0, lr_scheduler=schedule,
+        model, case.loss, data, method=vestige.make_method("dp-sgd", clip=bound), sample_rate=1.0, steps=1, delta=1e-5,
+        noise_multiplier=NOISE, lr=lr, reproducible=0,
     )  # fmt: skip
-    for record in training:
-        if isinstance(rows, Changing) and record.step == warm:
-            rows.rows = rows.then
-
-
-def by_loop(case: Case, model: nn.Module, data: Data, bound: float, lr: float, warm: int = 0) -> vestige.PrivacyEngine:
-    engine = vestige.PrivacyEngine(reproducible=0)
-    rows = Changing(case, data, warm) if warm else TensorDataset(*data)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), noise_multiplier=NOISE, max_grad_norm=bound,
-        data_loader=DataLoader(rows, batch_size=len(data[0])),
-    )  # fmt: skip
-    loss = engine.criterion(case.loss) if case.criterion else case.loss
-    for step in range(warm + 1):
-        if isinstance(rows, Changing) and step == warm:
-            rows.rows = rows.then
-        optimizer.param_groups[0]["lr"] = lr if step == warm else 0.0
-        for *inputs, targets in loader:
-            optimizer.zero_grad()
-            with case.around():
-                value = loss(model(*inputs), targets)
-            value.backward()
-            optimizer.step()
-    return engine
+    for _ in training:
+        pass
 
 
 def said_of_the_loss(case: Case) -> str:
@@ -327,3 +283,19 @@ def said_of_the_loss(case: Case) -> str:
         .assumption("loss_per_example")
         .status
     )
+
+
+def by_loop(case: Case, model: nn.Module, data: Data, bound: float, lr: float) -> vestige.PrivacyEngine:
+    engine = vestige.PrivacyEngine(reproducible=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), noise_multiplier=NOISE, max_grad_norm=bound,
+        data_loader=DataLoader(TensorDataset(*data), batch_size=len(data[0])),
+    )  # fmt: skip
+    loss = engine.criterion(case.loss) if case.criterion else case.loss
+    for *inputs, targets in loader:
+        optimizer.zero_grad()
+        with case.around():
+            value = loss(model(*inputs), targets)
+        value.backward()
+        optimizer.step()
+    return engine

@@ -23,18 +23,7 @@ from sensitivity import (
     sequences,
 )
 from sensitivity.examples import numbers
-from sensitivity.measuring import (
-    AGAIN,
-    EXAMPLES,
-    PATHS,
-    Case,
-    by_loop,
-    chosen,
-    fresh,
-    made,
-    measured,
-    usual_bound,
-)
+from sensitivity.measuring import EXAMPLES, PATHS, Case, by_loop, chosen, fresh, made, measured, usual_bound
 from vestige.mechanism.clipping import Flat
 
 TABLES = (convolutions, cancelling, sequences, attention, embeddings, parameters, normed, architectures, losses, mixed)
@@ -43,9 +32,9 @@ CASES = [case for table in TABLES for case in table.CASES]
 
 def parametrised():
     for case in CASES:
-        for path in (*PATHS, *(path + AGAIN for path in PATHS)):
-            marks = [] if case.daily and not (path.endswith(AGAIN) and case.refusal(path)) else [pytest.mark.slow]
-            if not (case.assumed and path.startswith("loop")):
+        for path in PATHS:
+            marks = [] if case.daily else [pytest.mark.slow]
+            if not (case.assumed and path == "loop"):
                 yield pytest.param(case, path, id=f"{case.name}-{path}", marks=marks)
 
 

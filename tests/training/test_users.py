@@ -12,7 +12,7 @@ from torch import nn
 import vestige
 from captured_on_cpu import captured_on_cpu
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.captured_steps import Captured
+from vestige.engines.cuda_graphs import Captured
 from vestige.engines.example_axis.labels import NotApart
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.integrations.model_card import model_card

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.captured_steps import Captured
+from vestige.engines.cuda_graphs import Captured
 from vestige.engines.reference import Reference
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
 

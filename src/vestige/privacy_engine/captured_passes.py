@@ -1,9 +1,9 @@
-"""How does a pass of the user's shed its launches, and its Python? It is captured as graphs, and replayed.
+"""How does a pass of the user's shed its launches? On a GPU it is captured at a few sizes, ahead, and replayed.
 
-The model's forward pass, its backward pass and the clipping that follows are a graph each, because what lies between
-them is the user's. Capturing runs the model's Python with every operator followed, so what is replayed is what was
-proved. On a GPU passes are captured at a few sizes, ahead; on a CPU each at its own size, as it runs. All graphs of a
-module work in the same memory, so only one pass at a time can be in it; while one is, others run as they are.
+The model's forward pass, its backward pass and the clipping that follows are a CUDA graph each, because what lies
+between them is the user's. Capturing runs the model's Python with every operator followed, so what is replayed is what
+was proved. All graphs of a module work in the same memory, so only one pass at a time can be in it; while one is,
+others run as they are.
 """
 
 from __future__ import annotations
@@ -13,35 +13,21 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.captures.capture_costs import (
+from vestige.engines.capture_guards import HOOKS, NUMBERS, KnownModules, NotCapturable, state_fingerprint
+from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
     CaptureCosts,
-    Recurring,
     Timer,
     ahead,
-    exact,
-    padded_size,
-)
-from vestige.engines.captures.capture_guards import (
-    HOOKS,
-    NUMBERS,
-    KnownModules,
-    NamesRead,
-    NotCapturable,
-    state_fingerprint,
-)
-from vestige.engines.captures.cuda_graphs import (
     as_captured,
     capturable,
     capture_proved,
@@ -50,13 +36,11 @@ from vestige.engines.captures.cuda_graphs import (
     give_back,
     is_full,
     new_pool,
+    padded_size,
     precision,
-    require_unexposed,
 )
-from vestige.engines.captures.operator_graph import GraphMemory, GuardFailed, OperatorGraph, Outside, Values
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Summed, top_hooks, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
-from vestige.engines.per_example import execution
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
@@ -110,14 +94,8 @@ class Graphs:
     outputs: list[Any]
     """What the pass gave, flat; an `Ending` where examples are."""
     tree: TreeSpec
-    used: Collection[int] | None
-    """The numbers of the buffers to which gradients come back; None if none have come yet."""
-    memory: GraphMemory | None = None
-    """Of operator graphs."""
-
-
-Live = tuple[list[tuple[Tensor | GradientEdge | None, torch.dtype]], Uses]
-"""Where the backward pass begins, for each output; and the gradients that it delivers."""
+    used: Collection[int]
+    """The numbers of the buffers to which gradients come back."""
 
 
 @dataclass(eq=False)
@@ -131,18 +109,13 @@ class Replay:
     draws: Tensor
     """The state of the GPU's generator before it."""
     went_back: bool = False
-    failed: bool = False
-    """Whether it has to be clipped another way."""
     came: Collection[int] = ()
     """The numbers of the buffers that hold what came back last."""
-    values: Values = field(default_factory=dict)
-    live: Live | None = None
-    """What the forward pass has left for the backward pass, where both are being recorded."""
 
     def outputs(self) -> tuple[list[Any], TreeSpec]:
         """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
         self.graphs.timer.start()
-        self.owner.forward(self.graphs, self.values)
+        self.graphs.forward.replay()
         leaves = self.graphs.outputs
         found = [self._own(leaf).clone() if isinstance(leaf, Ending) else leaf for leaf in leaves]
         return found, self.graphs.tree
@@ -162,8 +135,6 @@ class Replay:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
         buffers, expected = [ending.buffer for _, ending, _ in self.endings()], self.graphs.used
         came = {buffer for buffer, signal in zip(buffers, signals, strict=True) if signal is not None}
-        if expected is None:
-            expected = self.graphs.used = came
         self.came, again = came, self.went_back or not came.issubset(expected)
         for (_, ending, _), signal in zip(self.endings(), signals, strict=True):
             if ending.buffer in came or ending.buffer in expected:
@@ -175,43 +146,25 @@ class Replay:
         if again:
             return self.again()
         self.went_back = True
-        return None if self._done(self.owner.backward) else self.again()
-
-    def _done(self, part: Callable[[Graphs, Values], object]) -> bool:
-        """Do a part of the pass by its graph; whether that was possible. What is the program's own error comes again
-        where the pass is done another way."""
-        try:
-            part(self.graphs, self.values)
-        except GuardFailed:
-            return False
-        except (ValueError, NotCapturable, RuntimeError):
-            if self.graphs.memory is None:
-                raise
-            self.owner.owner.refuse()
-            return False
-        return True
+        self.graphs.backward.replay()
+        return None
 
     def again(self) -> Uses:
         """The same pass, run again as it is: its gradients in factored form, of the examples alone."""
         return self.owner.again(self)
 
     def has_room(self, part: Microbatch) -> bool:
-        """Whether a part can be clipped here: all of its users, if it is one of users."""
-        padded = self.graphs.memory is not None and part.size != self.graphs.rows
-        return not padded and sum(users for users, _ in part.users) <= self.owner.places(self.graphs.rows)
+        """Whether all users of a part, if it is one of users, can be clipped here."""
+        return sum(users for users, _ in part.users) <= self.owner.places(self.graphs.rows)
 
     def clip(self, part: Microbatch, into: RunningSum) -> None:
         if self.owner.room.within is not self:
             raise ValueError("this step is about a forward pass of the model that is over: run it again")
-        with unseen():
-            into.settle()
-            self.owner.weigh(part)
-        if not self._done(self.owner.clip):
-            self.failed = True
-            return
+        into.settle()
+        self.owner.weigh(part)
+        self.graphs.clip.replay()
         self.graphs.timer.stop()
-        with unseen():
-            into.lend(part.size, self.owner.total)
+        into.lend(part.size, self.owner.total)
 
     def over(self) -> None:
         if self.owner.room.within is self:
@@ -224,14 +177,13 @@ class GraphMemoryPool:
     def __init__(self) -> None:
         self.pool = new_pool()
         self._within: weakref.ref[Replay] | None = None
-        self._buffers: dict[Hashable, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
 
-    def buffer(self, name: Hashable, rows: int, like: Tensor) -> Tensor:
-        """Room for as many rows of an argument or an output, whatever graph the pass is in."""
-        size, held = rows * like[:1].numel() * like.element_size(), self._buffers.get(name)
+    def buffer(self, number: int, rows: int, like: Tensor) -> Tensor:
+        """Room for as many rows of an output, whatever graph the pass is in."""
+        size, held = rows * like[:1].numel() * like.element_size(), self._buffers.get(number)
         if held is None or held.numel() < size:
-            with execution.unrecorded():
-                held = self._buffers[name] = torch.zeros(size, dtype=torch.uint8, device=like.device)
+            held = self._buffers[number] = torch.zeros(size, dtype=torch.uint8, device=like.device)
         return held[:size].view(like.dtype).view(rows, *like.shape[1:])
 
     @property
@@ -246,7 +198,7 @@ class GraphMemoryPool:
 
 @dataclass
 class CapturedPasses:
-    """Which passes of a module are captured: none where something speaks against it."""
+    """Which passes of a module are captured: none on a CPU, none where something speaks against it."""
 
     module: nn.Module
     layout: Layout
@@ -271,13 +223,6 @@ class CapturedPasses:
     _used: dict[int, set[int]] = field(default_factory=dict)
     """Of so many outputs, the places of those to which losses have sent gradients back."""
     _ran: bool = False
-    inside: Sequence[StorageWeakRef] = ()
-    """Memory that the last pass that was not captured has made, but for its outputs."""
-    _again: Recurring = field(default_factory=Recurring)
-    _outside: Outside = field(default_factory=Outside)
-    _names: NamesRead = field(default_factory=NamesRead)
-    _named: int = 0
-    """How many names there were when graphs were last asked for."""
 
     def __post_init__(self) -> None:
         certain = ignored_for_certain(self.module)
@@ -301,11 +246,6 @@ class CapturedPasses:
         self._forms.clear()
         self._costs = CaptureCosts()
 
-    def refuse(self) -> None:
-        """No further pass is captured."""
-        self.sizes = ()
-        self.forget()
-
     def begin(
         self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]
     ) -> Replay | None:
@@ -322,8 +262,6 @@ class CapturedPasses:
         except (NotApart, NotCapturable, RuntimeError) as problem:
             give_back(device)
             self._refused.add(kinds)
-            if exact(device):  # a pass that is not captured is what was known before
-                return None
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
             return None
@@ -331,8 +269,6 @@ class CapturedPasses:
     def _asked(self, forward: Callable[..., Any], call: Call, label: Rows) -> Asked | None:
         """The call, if graphs can answer it."""
         device = device_of(self.module)
-        if exact(device) and self.users is not None:
-            return None
         if not self.sizes or not capturable(device) or self._size(label.count) > LARGEST_SUM or _hooked(self.module):
             return None
         if self._room is not None and self._room.within is not None:
@@ -358,19 +294,16 @@ class CapturedPasses:
 
     def _begin(self, asked: Asked, modules: Sequence[nn.Module], size: int) -> Replay | None:
         self._room = self._room or GraphMemoryPool()
-        if exact(device_of(self.module)):
-            return self._begin_exact(asked, modules)
         if not self._ran:  # models may keep at their first pass that they had one: graphs are known by their state then
             self._ran = True
-            with self._names.watched():
-                CapturedForm(self, asked, {}, asked.rows).run()
+            CapturedForm(self, asked, {}, asked.rows).run()
         if self._pads is None and MASK in asked.names:
             self._pads = self._same_when_padded(asked)
         to = self._padding.lengths(asked.texts) if self._pads else {}
         with unseen_by_functions():
             self._meet(asked)
             full = asked.without_padding(to)
-            state = self._state_of(modules)
+            state = precision(), state_fingerprint(self.module, modules=modules, known=self._known)
         stays, self._state = state == self._state, state
         key = self._kinds(asked, [asked.names[name] for name in to]), state, full
         forms = self._forms.get(key, [])
@@ -391,35 +324,8 @@ class CapturedPasses:
             self._costs.capture(ahead(self.sizes) if first else [size], form.capture)
         return None if form is None else form.begin(asked, asked.padded(self._padding, form.to).call.leaves)
 
-    def _begin_exact(self, asked: Asked, modules: Sequence[nn.Module]) -> Replay | None:
-        """The graphs of passes of exactly this form, which are recorded by the pass itself."""
-        with unseen_by_functions():
-            full = asked.without_padding({})
-            state = self._state_of(modules)
-        key = self._kinds(asked, ()), asked.rows, state, full
-        if len(self._names) > self._named:  # graphs are known by what these hold, too: the old ones are never asked for
-            self._forms.clear()
-            self._named = len(self._names)
-        form = next(iter(self._forms.get(key, ())), None)
-        if form is None:
-            if not self._again.comes_again(key):
-                return None
-            if any(not each.expired() for each in self.inside):
-                return None  # what the model keeps of a pass would be that of the one that was recorded
-            form = CapturedForm(self, asked, {}, asked.rows, full)
-            form.record(self._outside, self._names)
-            self._forms[key] = [form]
-        return form.begin(asked, asked.call.leaves) if form.ready(asked) else None
-
-    def _state_of(self, modules: Sequence[nn.Module]) -> Hashable:
-        """What graphs are known by, of all that is no argument."""
-        held = state_fingerprint(self.module, modules=modules, known=self._known)
-        return precision(device_of(self.module)), held, self._names.numbers()
-
     def _size(self, rows: int) -> int:
         """Of the graph that suits so many rows: one of those that were announced, or more."""
-        if exact(device_of(self.module)):
-            return rows
         size = next((size for size in reversed(self.sizes) if size >= rows), padded_size(rows))
         return size if self.users is None else self.users.whole(size)
 
@@ -502,20 +408,16 @@ class CapturedForm:
     def __init__(self, owner: CapturedPasses, asked: Asked, to: Lengths, most: int, full: bool = False) -> None:
         """For texts of the lengths `to` and at most so many rows; `full`: no mask leaves anything out."""
         assert owner._room is not None
-        self.owner: CapturedPasses = weakref.proxy(owner)
-        self.room, self.to, self.most = owner._room, dict(to), most
+        self.owner, self.room, self.to, self.most = owner, owner._room, dict(to), most
         self._forward, self._full, call, label = asked.forward, full, asked.call, asked.label
         self.total, self.device = owner.total(), device_of(owner.module)
-        self._exact = exact(self.device)
         tensors = [(place, leaf) for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
         padded = {asked.names[name] for name in to}
         self._rows = [p for p, leaf in tensors if p in padded or isinstance(owner.tracking.label(leaf), Rows)]
         self._leaves = list(call.leaves)
         for place, leaf in tensors:
-            shared = self._exact and place in self._rows  # as there is a form for each size
             shape = (most, *leaf.shape[1:]) if place in self._rows else leaf.shape
-            made = partial(torch.zeros, shape, dtype=leaf.dtype, device=leaf.device)
-            self._leaves[place] = self.room.buffer(("argument", place), most, leaf) if shared else made()
+            self._leaves[place] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
         self._tree, self._batch, self._first = call.tree, label.batch, label.count
         self._load(call.leaves)
         self.ends: list[Tensor] = []
@@ -525,21 +427,7 @@ class CapturedForm:
         self._public = False
         """Whether an output with a row for each example depends on none."""
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
-        self._left: Live | None = None
-
-    @property
-    def _live(self) -> Live | None:
-        """What the forward pass has left for the backward pass. It goes with the pass, if that is one of the user's."""
-        replay = self.room.within if self._exact else None
-        return self._left if replay is None else replay.live
-
-    @_live.setter
-    def _live(self, live: Live | None) -> None:
-        replay = self.room.within if self._exact else None
-        if replay is None:
-            self._left = live
-        else:
-            replay.live = live
+        self._live: tuple[list[tuple[Tensor | GradientEdge | None, torch.dtype]], Uses] | None = None
 
     def fits(self, rows: int, lengths: Lengths) -> bool:
         return any(graphs.rows >= rows for graphs in self._graphs) and all(
@@ -601,55 +489,6 @@ class CapturedForm:
                 self._run_forward(rows - 1)
                 self._live = None
 
-    def record(self, outside: Outside, names: NamesRead) -> None:
-        """The next pass records its graphs."""
-        own = [self.total, self._count, self._places, *(leaf for leaf in self._leaves if isinstance(leaf, Tensor))]
-        memory = GraphMemory(outside, own, self.owner.tracking.labels, names)
-        forward, backward, clip = (OperatorGraph(memory) for _ in range(3))
-        timer, tree = Timer(self.device), tree_flatten(())[1]
-        self._graphs = [Graphs(self.most, timer, forward, backward, clip, [], tree, None, memory)]
-
-    def ready(self, asked: Asked) -> bool:
-        """Whether a pass may be replayed or recorded. One that was not recorded whole is recorded again, as that of the
-        batch it is about: what a model has kept of another one is not this one's."""
-        (graphs,) = self._graphs
-        assert graphs.memory is not None
-        if not graphs.memory.known:
-            graphs.memory.forget()
-            graphs.used, self._batch = None, asked.label.batch
-        return graphs.memory.usable
-
-    def forward(self, graphs: Graphs, values: Values) -> None:
-        if graphs.memory is None:
-            graphs.forward.replay()
-        else:
-            graphs.forward.replay(partial(self._forward_of, graphs), values)
-
-    def _forward_of(self, graphs: Graphs) -> None:
-        assert graphs.memory is not None
-        graphs.outputs, graphs.tree = self._run_forward(graphs.rows)
-        assert not any(map(graphs.memory.makes, self.ends)), "outputs lie where they can be found"
-        graphs.memory.own += self.ends
-
-    def backward(self, graphs: Graphs, values: Values) -> None:
-        if graphs.memory is None:
-            graphs.backward.replay()
-        else:
-            graphs.backward.replay(partial(self._backward_of, graphs), values)
-
-    def _backward_of(self, graphs: Graphs) -> None:
-        """What autograd holds of the pass goes: a pass that is kept for a step must not keep the loop."""
-        assert graphs.used is not None
-        self._live = [], self._run_backward(graphs.rows, graphs.used)
-
-    def clip(self, graphs: Graphs, values: Values) -> None:
-        if graphs.memory is None:
-            graphs.clip.replay()
-            return
-        graphs.clip.replay(partial(self._run_clip, graphs.rows), values)
-        self._live = None
-        graphs.memory.complete()
-
     def _nothing_kept(self) -> AbstractContextManager[None]:
         """What the loop takes from the model beside its outputs would be that of the pass that was captured."""
         return self.owner.tracking.labels.nothing_kept(NotCapturable("the model keeps activations of its passes"))
@@ -695,7 +534,6 @@ class CapturedForm:
             require_unwritten(self.owner.module, tracker.labels, self._point)
             if tracker.kept_elsewhere:
                 raise NotCapturable("activations are kept elsewhere")
-            require_unexposed(tracker, self.device)
             found, tree = tree_flatten(outputs)
             with unseen_by_functions():
                 kept = self._kept(found, rows)
@@ -748,8 +586,7 @@ class CapturedForm:
             if edge is None or number not in used:
                 continue
             # Copied: gradients of the last layers are made of it, and are still there when others come back.
-            signal = end[:rows] if self._exact else blanked(end[:rows], padding, in_place=True)
-            signal = signal.to(dtype, copy=True)
+            signal = blanked(end[:rows], padding, in_place=True).to(dtype, copy=True)
             outputs.append(edge)
             back.append(signal)
             tracker.label_rows(signal, rows, self._batch)
@@ -758,8 +595,7 @@ class CapturedForm:
             tracker.spans.append(EVERYWHERE)
             torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
             tracker.spans.clear()
-        if not self._exact:
-            labels.held = factors  # nobody's code runs before these are clipped
+        labels.held = factors  # nobody's code runs before these are clipped
         labels.prune()  # what is known of sums is large, and would lie beside the next capture's
         return uses
 
@@ -770,8 +606,7 @@ class CapturedForm:
             gradients = {name: combine(parts) for name, parts in self._live[1].items()}
         clip, layout, users = self.owner.clip, self.owner.layout, self.owner.users
         if users is None:
-            real = None if self._exact else self._places[:rows] < self._count
-            add_weighted(gradients, clip, layout, self.total, rows, real)
+            add_weighted(gradients, clip, layout, self.total, rows, self._places[:rows] < self._count)
             return
         counts = self._rows_of_users[: self.places(rows)]
         own = UserRows(counts, rows, users.most, users.equal)

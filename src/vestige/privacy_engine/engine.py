@@ -33,7 +33,7 @@ from vestige.checks import (
 )
 from vestige.engines.audit_canaries import Canaries, check_count
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.captures.capture_costs import sizes_of
+from vestige.engines.cuda_graphs import sizes_of
 from vestige.engines.example_axis.labels import Read
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.gradient_forms import differentiable

@@ -22,15 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.audit_canaries import Canaries
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.captures.capture_guards import NotCapturable
-from vestige.engines.captures.operator_graph import GuardFailed
 from vestige.engines.example_axis.before_dispatch import ONE_BY_ONE, ReadCount, ReadNumber, reduced
-from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Tracker, tensors_in, without_modes
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Tracker, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, TrackedModel, require_unwritten
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.execution import unseen, unseen_by_functions
@@ -286,7 +284,8 @@ class Passes:
                     self.sharded.in_rounds(draws[0], closing.last, shares, self.total)
                     shares = iter(())
                 for share in shares:
-                    share()
+                    with unseen():  # what is clipped is bounded
+                        share()
                 if not closing.last and isinstance(self.total, RunningSum):
                     self.total.settle()  # more passes come before its noise
         except BaseException:  # which examples are in the sum is unknown: without it, none is added twice
@@ -314,9 +313,6 @@ class Passes:
                 if each.part.size:
                     yield partial(each.replay.clip, each.part, total)  # type: ignore[arg-type]
                 each.replay.over()
-                if each.replay.failed:
-                    each.take_out()
-                    yield from self._few_at_once(each, total)
             elif each.part.size and each.uses:
                 yield from self._few_at_once(each, total)
 
@@ -338,7 +334,7 @@ class Passes:
                 counts = None if rows == 1 else torch.full((few,), rows, device=self.device)
                 whose = None if counts is None else UserRows(counts, few * rows, rows, equal=True)
                 place = total.place(min(few * rows, LARGEST_SUM))
-                yield partial(_add_unseen, own, self._clip, self.layout, place, few, whose)
+                yield partial(add_weighted, own, self._clip, self.layout, place, few, None, whose)
                 first += few * rows
 
     def taken(self) -> tuple[int, Tensor]:
@@ -365,15 +361,7 @@ class Passes:
             label = self._label(call)
         replay = self._captured.begin(forward, call, label, modules)
         if replay is not None:
-            try:
-                return self._replayed(replay, call, label)
-            except GuardFailed:
-                replay.over()
-            except (ValueError, NotCapturable, RuntimeError):
-                if replay.graphs.memory is None:
-                    raise
-                replay.over()
-                self._captured.refuse()
+            return self._replayed(replay, call, label)
         try:
             return self._pass(forward, call, label)
         except NotApart as problem:
@@ -473,13 +461,11 @@ class Passes:
         rows, (args, kwargs), tasks = label.count, tree_unflatten(call.leaves, call.tree), Tasks()
         with self.tracking.model() as tracker:
             point, deliver = self.point(), partial(self._deliver, weakref.ref(tasks))
-            before = tracker.labels.addresses()
             first = torch._C._autograd._get_sequence_nr()
             with self._model.tracked(tracker, point, label.batch, deliver):
                 outputs = forward(*args, **kwargs)
             span = first, torch._C._autograd._get_sequence_nr()
             with unseen_by_functions():
-                self._captured.inside = tracker.labels.made_since(before, besides=tensors_in(tree_leaves(outputs)))
                 found = self._ended(Open(rows, label.batch, self._shapes(call), span, tasks=tasks), outputs)
             require_unwritten(self.module, tracker.labels, point)
             return found
@@ -647,19 +633,6 @@ class Passes:
             held.add(uses)
         elif uses is None and replay is not None:
             held.add(replay.again())
-
-
-def _add_unseen(
-    gradients: Mapping[str, Gradient],
-    clip: Clip,
-    layout: Layout,
-    into: Tensor | ShardedSum,
-    examples: int,
-    users: UserRows | None,
-) -> None:
-    """What is clipped is bounded, and need not be followed."""
-    with unseen():
-        add_weighted(gradients, clip, layout, into, examples, None, users)
 
 
 BY_PARTS = "; to compute few rows at once, give make_private max_physical_batch_size, and step after every part"

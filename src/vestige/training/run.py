@@ -27,8 +27,7 @@ from vestige.budget.spending import Budget, Provenance, attach, continued, of_us
 from vestige.checks import NOT_CALLED, RowsNotApart, check_number, check_steps, renamed, require
 from vestige.engines.audit_canaries import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.captured_steps import Captured
-from vestige.engines.captures.capture_costs import sizes_of
+from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.least_squares_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.module_snapshot import left_as_found

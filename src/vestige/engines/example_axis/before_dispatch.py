@@ -94,8 +94,7 @@ class TrackedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks, tracker, kwargs = top_hooks(True), self.tracker, kwargs or {}
-        if (tracker.captured or tracker.labels.zeros) and getattr(function, "__name__", "") in SHOWING:
-            tracker.exposed = True
+        if tracker.labels.zeros and getattr(function, "__name__", "") in SHOWING:
             tracker.labels.zeros.clear()  # exposed memory may be written to without an operator
         for each in args:
             if type(each) in (ReadNumber, ReadCount):

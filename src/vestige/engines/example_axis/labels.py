@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -358,15 +358,6 @@ class Labels:
                 found += self.memories(each.values())
         return found
 
-    def addresses(self) -> frozenset[int]:
-        """Those of storages that depend on examples."""
-        return frozenset(self._memory)
-
-    def made_since(self, before: Collection[int], besides: Sequence[Tensor]) -> list[StorageWeakRef]:
-        """The storages that depend on examples now and did not before, but for those of some tensors."""
-        known = {each.untyped_storage()._cdata for each in besides if each.layout is STRIDED}.union(before)
-        return [each.ref for address, each in self._memory.items() if address not in known]
-
     def any_of(self, given: Iterable[Any]) -> bool:
         """Whether one of these is, or has inside, a tensor that depends on examples; quicker than `memories`."""
         memory = self._memory
@@ -667,8 +658,6 @@ class Tracker(TorchDispatchMode):
         """Whether what runs is to be replayed for other examples: nothing may follow from their values then."""
         self.kept_elsewhere = False
         """Whether activations of what is captured go through hooks other than those of torch's checkpointing."""
-        self.exposed = False
-        """Whether the memory of a tensor was taken out of torch in what is captured: it may be written to there."""
         self.spans: list[tuple[float, float]] = []
         """Which nodes of autograd's graph are those of a private pass, by their numbers: sums over the examples that
         their backward passes make are kept apart, for gradients of parameters."""
@@ -786,7 +775,9 @@ class Tracker(TorchDispatchMode):
 
     def stand_in(self, like: Tensor, shape: Sequence[int], label: Summed, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor without numbers for a sum over the examples."""
-        made = like.new_zeros((1,) * len(shape), dtype=dtype).expand(tuple(shape))  # of one number, which shows nothing
+        made = like.new_empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype)
+        if made.numel():
+            made.as_strided((1,), (1,)).zero_()  # a read of it must not show what the memory held before
         self.labels.set(made, label)
         return made
 

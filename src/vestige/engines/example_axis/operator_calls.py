@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from vestige.engines.example_axis.labels import Label, Labelled, Mixed, Rows, Summed, Tracker, mixed, written_by
-from vestige.engines.per_example.execution import unseen
 from vestige.vmap_fallback import quietly
 
 Args = Sequence[Any]
@@ -209,5 +208,5 @@ TOP = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_e
 @contextmanager
 def transformable() -> Iterator[None]:
     """Inside, functions may be transformed (vmap), which they may not where a mode handles an operator."""
-    with torch._C._ForceDispatchKeyGuard(*TOP), unseen(), quietly(), torch.no_grad():  # type: ignore[attr-defined]
+    with torch._C._ForceDispatchKeyGuard(*TOP), torch._C._DisableTorchDispatch(), quietly(), torch.no_grad():  # type: ignore[attr-defined]
         yield

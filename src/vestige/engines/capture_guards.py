@@ -7,22 +7,18 @@ if they decide nothing. Numbers that are drawn on the GPU are drawn anew in ever
 
 from __future__ import annotations
 
-import gc
-import sys
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, cast
-from weakref import ref
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from vestige.engines.example_axis.labels import Tracker, tensors_in
-from vestige.engines.per_example.execution import unseen_by_functions
 from vestige.layout import modules_of
 from vestige.randomness.generator_states import draws_kept, host_draws
 
@@ -38,11 +34,6 @@ EVERYWHERE = (
 """Hooks of every module there is."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its own."""
-MACHINERY = frozenset(("torch", "vestige", "logging"))
-"""Packages in whose objects and functions nothing is looked for."""
-CONTAINERS = (dict, list, tuple, set)
-MOST_HELD = 64
-"""Of what holds more, the number is seen."""
 LEAST, MOST = 0.0, 1.0 - 2.0**-24
 """The least and the largest number that `torch.rand` draws."""
 
@@ -77,10 +68,9 @@ def state_fingerprint(
     """Modes, numbers, functions and hooks of every module, and the addresses of its tensors: a graph captured under
     other ones is another pass. Of the loss also what it closes over, its defaults and the globals it names.
 
-    Of whatever else a module holds (a configuration, a dictionary) the numbers and tensors are seen, and what that
-    holds in turn, to a depth of three; of globals see `NamesRead`. `modules` are the model's, where they are known
-    already; `known` is what its owner keeps of them from time to time, so that only what has changed is looked at
-    again.
+    Of whatever else a module holds (a configuration, a dictionary) the numbers are seen, and so are those that its
+    forward pass names; what is deeper is not. `modules` are the model's, where they are known already; `known` is what
+    its owner keeps of them from time to time, so that only what has changed is looked at again.
     """
     own = _of_modules(modules_of(model) if modules is None else modules, {} if known is None else known)
     return (*own, *(() if loss is None else _of_callable(loss, 3)))
@@ -147,114 +137,31 @@ def _of_modules(modules: Sequence[nn.Module], known: KnownModules) -> list[Hasha
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     found += last
     for value in held.values():
-        _numbers(value, found)
-    found += [kind.forward for kind in {type(module): None for module in modules}]
+        found += _numbers(value)
+    for kind in {type(module): None for module in modules}:
+        names, variables = _named(kind.forward)
+        found += (kind.forward, *(variables.get(name) for name in names))
     return found
 
 
-def _numbers(value: Any, found: list[Any], depth: int = 3) -> None:
-    """Add the numbers of something that Python holds, and the places of its tensors."""
-    kind = type(value)
-    if kind in NUMBERS:
-        found.append(value)
-    elif isinstance(value, Tensor):
-        found.append(_place(value))
-    elif depth and kind not in PLAIN and not isinstance(value, (nn.Module, ModuleType, type)):
-        inside = value
-        if not isinstance(value, CONTAINERS):
-            inside = {} if _package(kind) in MACHINERY else getattr(value, "__dict__", {})
-        found.append(len(inside))
-        if len(inside) <= MOST_HELD:
-            for each in inside.values() if isinstance(inside, dict) else inside:
-                _numbers(each, found, depth - 1)
+def _numbers(value: Any) -> list[Hashable]:
+    """Of something that a module holds."""
+    if isinstance(value, (tuple, list)):
+        return [each for each in value if type(each) in NUMBERS]
+    if isinstance(value, (nn.Module, ModuleType, type)):
+        return []
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return [each for each in held.values() if type(each) in NUMBERS]
 
 
-def _package(kind: type[Any]) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-class NamesRead:
-    """What functions name that were called in a pass: what these globals, and variables of functions around them, hold
-    is part of what the pass's graph is known by.
-
-    It is empty until a pass has been `watched`.
-    """
-
-    def __init__(self) -> None:
-        self._functions: set[CodeType] = set()
-        self._read: dict[tuple[int, str | int], tuple[dict[str, Any] | ref[FunctionType], Hashable]] = {}
-        """Where something is kept, and what it was when it was met: by the name of a global, or the number of a
-        variable around a function."""
-        self.settled = False
-        """Whether the last pass that was watched has left what it names as it was."""
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def numbers(self) -> tuple[Hashable, ...]:
-        return tuple(_numbers_of(_value(place, name)) for (_, name), (place, _) in self._read.items())
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, functions are noted, unless another profiler is at work."""
-        self.settled = False
-        if sys.getprofile() is not None:
-            yield
-            return
-        with unseen_by_functions():
-            before = self.numbers()
-        sys.setprofile(self._note)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-        gone = [key for key, (place, _) in self._read.items() if isinstance(place, ref) and place() is None]
-        for key in gone:  # functions of the pass
-            del self._read[key]
-        met = [held for _, held in self._read.values()]
-        with unseen_by_functions():
-            self.settled = self.numbers() == (*before, *met[len(before) :])
-
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        code, variables = frame.f_code, frame.f_globals
-        if event != "call" or code in self._functions:
-            return
-        self._functions.add(code)
-        if str(variables.get("__name__")).partition(".")[0] in MACHINERY | sys.stdlib_module_names:
-            return
-        with unseen_by_functions():
-            for name in code.co_names:
-                if name[:2] != "__":
-                    self._add(variables, name)
-            if any(_holds_numbers(frame.f_locals.get(name)) for name in code.co_freevars):
-                for function in gc.get_referrers(code):
-                    if isinstance(function, FunctionType):
-                        for number in range(len(function.__closure__ or ())):
-                            self._add(ref(function), number)
-
-    def _add(self, place: dict[str, Any] | ref[FunctionType], name: str | int) -> None:
-        value = _value(place, name)
-        if _holds_numbers(value):
-            self._read.setdefault((id(place), name), (place, _numbers_of(value)))
-
-
-def _value(place: dict[str, Any] | ref[FunctionType], name: str | int) -> Any:
-    if isinstance(place, dict):
-        return place.get(cast(str, name))
-    function = place()
-    return None if function is None else _content((function.__closure__ or ())[cast(int, name)])
-
-
-def _numbers_of(value: Any) -> tuple[Hashable, ...]:
-    found: list[Any] = []
-    _numbers(value, found)
-    return tuple(found)
-
-
-def _holds_numbers(value: Any) -> bool:
-    """Whether something is, or holds, numbers or tensors, and is no part of a library's machinery."""
-    known = isinstance(value, (Tensor, *CONTAINERS)) or type(value) in NUMBERS or _package(type(value)) not in MACHINERY
-    return known and bool(_numbers_of(value))
+@lru_cache(maxsize=1024)
+def _named(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Numbers outside that a function names, and where they are."""
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType):
+        return (), {}
+    variables = inner.__globals__
+    return tuple(name for name in inner.__code__.co_names if type(variables.get(name)) in NUMBERS), variables
 
 
 def _known(value: Any) -> Hashable:

@@ -1,1 +1,0 @@
-"""Passes that are recorded while they are proved, and replayed."""
