@@ -189,6 +189,84 @@ def test_a_model_that_is_another_at_every_call_is_not_captured_again_and_again(m
     assert len(found) == len(set(found))
 
 
+class Toggling(Tiny):
+    """Is another model at every second call."""
+
+    odd = False
+
+    def forward(self, x):
+        self.odd = not self.odd
+        return super().forward(x) * (1 + self.odd)
+
+
+def test_a_model_that_changes_in_its_own_pass_is_not_replayed():
+    """By a graph it would be what it was at the capture, again and again."""
+    with pytest.warns(UserWarning, match="changes what it holds in each of its passes"):
+        assert loop(model=Toggling)[1].replays == 0
+
+
+class InPlace(Tiny):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def test_a_model_that_writes_to_its_arguments_writes_to_the_users():
+    """A loss may look at them afterwards."""
+
+    def rebuilt(loss, model, x, y):
+        (loss + model(x).square().sum(dim=1).mean() * x.square().sum(dim=1).mean()).backward()
+
+    with pytest.warns(UserWarning, match="writes to its arguments"):
+        replayed, graphs = loop(model=InPlace)
+    assert graphs.replays == 0
+    assert torch.equal(replayed, loop(model=InPlace, captured=False)[0])
+
+
+class Held(Tiny):
+    """Reads a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = {"scale": torch.ones(7)}
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) * self.held["scale"])
+
+
+def written(what, model, x):
+    with torch.no_grad():
+        if what == "examples":
+            model.held["scale"].copy_(x.mean(0).repeat(2)[:7])
+        elif what == "examples, unseen by autograd":
+            model.held["scale"].data.copy_(x.mean(0).repeat(2)[:7])
+        elif what == "public":
+            model.held["scale"].mul_(2)
+        else:
+            model.second.weight.mul_(2)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("what", ["examples", "examples, unseen by autograd", "public", "a parameter"])
+def test_what_a_pass_has_read_stays_until_it_went_back(what, captured):
+    """A replayed backward pass would read the examples in it, with which it is nobody's own."""
+
+    def between(loss, model, x, y):
+        written(what, model, x)
+        loss.backward()
+
+    with pytest.raises((ValueError, RuntimeError)):
+        loop(backward=between, captured=captured, model=Held)
+
+
+def test_examples_in_what_a_model_reads_are_not_replayed():
+    def after(loss, model, x, y):
+        loss.backward()
+        model.held["scale"].copy_(x.detach().mean(0).repeat(2)[:7])
+
+    with pytest.raises(ValueError, match=r"\S"):
+        loop(backward=after, model=Held)
+
+
 class Words(nn.Module):
     """A model of the user's own: a mean of its words, with or without what a mask leaves out."""
 

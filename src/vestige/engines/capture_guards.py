@@ -7,18 +7,24 @@ if they decide nothing. Numbers that are drawn on the GPU are drawn anew in ever
 
 from __future__ import annotations
 
-import inspect
+import gc
+import io
+import pickle
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import lru_cache, partial
+from contextlib import contextmanager
+from functools import partial
 from operator import is_
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from vestige.engines.example_axis.labels import Tracker, tensors_in
+from vestige.engines.per_example.execution import unseen_by_functions
 from vestige.layout import modules_of
 from vestige.randomness.generator_states import draws_kept, host_draws
 
@@ -34,6 +40,12 @@ EVERYWHERE = (
 """Hooks of every module there is."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps its own."""
+MACHINERY = frozenset(("torch", "vestige", "logging"))
+"""Packages in whose objects and functions nothing is looked for."""
+REFERENCES = (nn.Module, ModuleType, type, FunctionType, MethodType, BuiltinFunctionType)
+BUILT_IN = frozenset((bool, int, float, str, bytes, dict, list, tuple, set, type(None)))
+LARGEST = 2**16
+"""Bytes that something may take that Python holds; what takes more is known as the object that it is."""
 LEAST, MOST = 0.0, 1.0 - 2.0**-24
 """The least and the largest number that `torch.rand` draws."""
 
@@ -64,16 +76,18 @@ def state_fingerprint(
     loss: Callable[..., Any] | None = None,
     modules: Sequence[nn.Module] | None = None,
     known: KnownModules | None = None,
+    tensors: list[Tensor] | None = None,
 ) -> tuple[Hashable, ...]:
-    """Modes, numbers, functions and hooks of every module, and the addresses of its tensors: a graph captured under
-    other ones is another pass. Of the loss also what it closes over, its defaults and the globals it names.
+    """Modes, numbers, functions and hooks of every module, and the places of its tensors: a graph captured under other
+    ones is another pass. Of the loss also what it closes over, its defaults and the globals it names.
 
-    Of whatever else a module holds (a configuration, a dictionary) the numbers are seen, and so are those that its
-    forward pass names; what is deeper is not. `modules` are the model's, where they are known already; `known` is what
-    its owner keeps of them from time to time, so that only what has changed is looked at again.
+    Whatever else a module holds (a configuration, a generator of random numbers) is known by how it would be pickled,
+    where it can be and is not large. `modules` are the model's, where they are known already; `known` is what its
+    owner keeps of them from time to time, so that only what has changed is looked at again. To `tensors` are added
+    those that modules hold but for their parameters and buffers.
     """
-    own = _of_modules(modules_of(model) if modules is None else modules, {} if known is None else known)
-    return (*own, *(() if loss is None else _of_callable(loss, 3)))
+    found = _of_modules(modules_of(model) if modules is None else modules, {} if known is None else known, tensors)
+    return (*found, *(() if loss is None else _of_callable(loss, 3)))
 
 
 class Facts(NamedTuple):
@@ -83,6 +97,8 @@ class Facts(NamedTuple):
     attributes: tuple[Any, ...]
     plain: tuple[Hashable, ...]
     """Values that do not change."""
+    kinds: tuple[type, ...]
+    """Theirs: 1, 1.0 and True are equal."""
     others: tuple[Any, ...]
     """Functions with arguments, and tensors that are no buffers."""
     held: tuple[Any, ...]
@@ -94,7 +110,7 @@ class Facts(NamedTuple):
         plain = tuple(value for _, value, kind in kinds if kind in PLAIN)
         others = tuple(value for _, value, kind in kinds if kind in SEEN and kind not in PLAIN)
         held = tuple(value for key, value, kind in kinds if kind not in SEEN and key not in OWN)
-        return cls(tuple(attributes), tuple(attributes.values()), plain, others, held)
+        return cls(tuple(attributes), tuple(attributes.values()), plain, tuple(map(type, plain)), others, held)
 
     def hold(self, attributes: Mapping[str, Any]) -> bool:
         same = len(attributes) == len(self.names) and all(map(is_, attributes.values(), self.attributes))
@@ -109,7 +125,9 @@ class Facts(NamedTuple):
 KnownModules = MutableMapping[nn.Module, Facts]
 
 
-def _of_modules(modules: Sequence[nn.Module], known: KnownModules) -> list[Hashable]:
+def _of_modules(
+    modules: Sequence[nn.Module], known: KnownModules, tensors: list[Tensor] | None = None
+) -> list[Hashable]:
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     held: dict[int, Any] = {}
     last: list[Any] = []
@@ -121,7 +139,7 @@ def _of_modules(modules: Sequence[nn.Module], known: KnownModules) -> list[Hasha
             facts = Facts.of(attributes)
             if facts.may_be_kept:
                 known[module] = facts
-        found += (type(module), facts.plain)
+        found += (type(module), facts.plain, facts.kinds)
         for name in HOOKS:  # the keys, which are never reused
             if attributes[name]:
                 found.append((name, *attributes[name]))
@@ -136,32 +154,149 @@ def _of_modules(modules: Sequence[nn.Module], known: KnownModules) -> list[Hasha
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     found += last
-    for value in held.values():
-        found += _numbers(value)
-    for kind in {type(module): None for module in modules}:
-        names, variables = _named(kind.forward)
-        found += (kind.forward, *(variables.get(name) for name in names))
+    inside = [] if tensors is None else tensors
+    inside += [value for module in modules for value in vars(module).values() if isinstance(value, Tensor)]
+    found += [held_state(value, inside) for value in held.values()]
+    found += [_of_class(kind) for base in {type(m): None for m in modules} for kind in base.__mro__]
     return found
 
 
-def _numbers(value: Any) -> list[Hashable]:
-    """Of something that a module holds."""
-    if isinstance(value, (tuple, list)):
-        return [each for each in value if type(each) in NUMBERS]
-    if isinstance(value, (nn.Module, ModuleType, type)):
-        return []
-    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return [each for each in held.values() if type(each) in NUMBERS]
+def _of_class(kind: type) -> Hashable:
+    if _package(kind) in MACHINERY or kind is object:
+        return kind
+    return tuple(value if type(value) in PLAIN else id(value) for value in vars(kind).values())
 
 
-@lru_cache(maxsize=1024)
-def _named(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Numbers outside that a function names, and where they are."""
-    inner = inspect.unwrap(function)
-    if not isinstance(inner, FunctionType):
-        return (), {}
-    variables = inner.__globals__
-    return tuple(name for name in inner.__code__.co_names if type(variables.get(name)) in NUMBERS), variables
+def held_state(value: Any, tensors: list[Tensor]) -> Hashable:
+    """By what something that Python holds is known; its tensors are added to `tensors`."""
+    pickler = _Pickler(tensors)
+    try:
+        pickler.dump(value)
+    except Exception:  # its own, of whatever cannot be pickled or is large
+        inside = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+        return id(value), *(each for each in inside if type(each) in NUMBERS)
+    return pickler.file.getvalue()
+
+
+class _Small(io.BytesIO):
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > LARGEST:
+            raise ValueError("large")
+        return super().write(data)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors, modules and functions by where they are."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.file, self.tensors = _Small(), tensors
+        super().__init__(self.file, 5)
+
+    def persistent_id(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in BUILT_IN:
+            return None
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return _place(value)
+        if isinstance(value, REFERENCES) or (_package(kind) in MACHINERY and kind not in NUMBERS):
+            return id(value), getattr(value, "training", None)
+        return None
+
+
+class NamesRead:
+    """What functions name that were called in a pass: what these globals, and variables of functions around them, hold
+    is part of what the pass's graph is known by.
+
+    It is empty until a pass has been `watched`.
+    """
+
+    def __init__(self) -> None:
+        self._functions: set[CodeType] = set()
+        self._read: dict[tuple[int, str | int], tuple[dict[str, Any] | ref[FunctionType], Hashable]] = {}
+        """Where something is kept, and what it was when it was met: by the name of a global, or the number of a
+        variable around a function."""
+        self.settled = False
+        """Whether the last pass that was watched has left what it names as it was."""
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def state(self, tensors: list[Tensor] | None = None) -> tuple[Hashable, ...]:
+        return tuple(_state_of(_value(place, name), tensors) for (_, name), (place, _) in self._read.items())
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, functions are noted, unless another profiler is at work."""
+        self.settled = False
+        if sys.getprofile() is not None:
+            yield
+            return
+        with unseen_by_functions():
+            before = self.state()
+        sys.setprofile(self._note)
+        collecting = gc.isenabled()
+        gc.disable()  # its callbacks are not the pass's
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            if collecting:
+                gc.enable()
+        gone = [key for key, (place, _) in self._read.items() if isinstance(place, ref) and place() is None]
+        for key in gone:  # functions of the pass
+            del self._read[key]
+        met = [held for _, held in self._read.values()]
+        with unseen_by_functions():
+            self.settled = self.state() == (*before, *met[len(before) :])
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code, variables = frame.f_code, frame.f_globals
+        if event != "call" or code in self._functions:
+            return
+        self._functions.add(code)
+        if str(variables.get("__name__")).partition(".")[0] in MACHINERY | sys.stdlib_module_names:
+            return
+        with unseen_by_functions():
+            for name in code.co_names:
+                if name[:2] != "__":
+                    self._add(variables, name)
+            if any(_may_change(frame.f_locals.get(name)) for name in code.co_freevars):
+                for function in gc.get_referrers(code):
+                    if isinstance(function, FunctionType):
+                        for number in range(len(function.__closure__ or ())):
+                            self._add(ref(function), number)
+
+    def _add(self, place: dict[str, Any] | ref[FunctionType], name: str | int) -> None:
+        value = _value(place, name)
+        if _may_change(value):
+            self._read.setdefault((id(place), name), (place, _state_of(value)))
+
+
+def _value(place: dict[str, Any] | ref[FunctionType], name: str | int) -> Any:
+    if isinstance(place, dict):
+        return place.get(cast(str, name))
+    function = place()
+    return None if function is None else _content((function.__closure__ or ())[cast(int, name)])
+
+
+def _state_of(value: Any, tensors: list[Tensor] | None = None) -> Hashable:
+    if isinstance(value, type):
+        return _of_class(value)
+    return (type(value), value) if type(value) in NUMBERS else held_state(value, [] if tensors is None else tensors)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether something may be, or hold, another number later, and is no part of a library's machinery."""
+    if isinstance(value, type):
+        return _package(value) not in MACHINERY | sys.stdlib_module_names
+    if isinstance(value, Tensor) or type(value) in NUMBERS:
+        return True
+    return not isinstance(value, (*REFERENCES, NoneType)) and _package(type(value)) not in MACHINERY
+
+
+def _package(kind: type[Any]) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _known(value: Any) -> Hashable:
@@ -174,8 +309,10 @@ def _known(value: Any) -> Hashable:
     return (place, value._version) if value.device.type == "cpu" and not value.is_inference() else place
 
 
-def _place(tensor: Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+def _place(tensor: Tensor) -> Hashable:
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.data_ptr(), *tensor.shape, *tensor.stride()
 
 
 def _plain(values: Iterable[Any]) -> list[Hashable]:
@@ -191,6 +328,8 @@ def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
     for value in held if depth else ():
         if type(value) not in SEEN or isinstance(value, FunctionType | MethodType | partial):
             yield from _of_callable(value, depth - 1)
+        if type(value) not in SEEN and not isinstance(value, (nn.Module, ModuleType)):
+            yield _state_of(value)
 
 
 def _held(thing: Any) -> Iterator[Any]:

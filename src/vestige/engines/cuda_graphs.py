@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.capture_guards import (
     KnownModules,
+    NamesRead,
     NotCapturable,
     require_same_on_any_draw,
     state_fingerprint,
@@ -161,7 +162,7 @@ def give_back(device: torch.device) -> None:
 def precision() -> tuple[Hashable, ...]:
     """What a graph takes for granted of torch's settings."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    return tf32_products(), tf32_convolutions(), autocast
+    return tf32_products(), tf32_convolutions(), autocast, torch.get_default_dtype()
 
 
 def fill_rows(buffer: Tensor, rows: Tensor) -> None:
@@ -256,6 +257,7 @@ class Captured:
         self._state: Hashable = None
         """In which state the model was met last: one that changes all the time is not captured."""
         self._known: KnownModules = {}
+        self._names = NamesRead()
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
@@ -322,7 +324,7 @@ class Captured:
         full = bool(masks) and not self._padded and all(map(is_full, masks))
         try:
             self._run_first(mean, full)
-            state = precision(), state_fingerprint(self.model, self.engine.loss, known=self._known)
+            state = self._state_now()
             stays, self._state = state == self._state, state
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
             views = mean.views if mean.counts is None else 1
@@ -347,6 +349,8 @@ class Captured:
             self._graphs[key] = known
             capture = partial(self._capture, known, mean=mean, clip=clip, into=into, full=full)
             self._costs.capture(ahead(expected) if first else [best], capture)
+            if self._state_now() != state:
+                raise NotCapturable("the model changes what it holds in each of its passes")
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -354,6 +358,10 @@ class Captured:
             self._captures = False
             self._graphs.clear()
             return None
+
+    def _state_now(self) -> Hashable:
+        """What graphs are known by, of all that is not the batch."""
+        return precision(), state_fingerprint(self.model, self.engine.loss, known=self._known), self._names.state()
 
     def _has_room(self, mean: Term, rows: int) -> bool:
         """Whether a graph of so many rows has places for all users, if they have unequal numbers of rows."""
@@ -366,7 +374,7 @@ class Captured:
         if self._ran:
             return
         self._ran, device = True, mean.batch[0].device
-        with draws_kept(device), as_captured(self.engine.proved.tracker, full):
+        with draws_kept(device), self._names.watched(), as_captured(self.engine.proved.tracker, full):
             self.engine.gradients_of(mean)
         self.engine.labels.let_go(self.engine.proved.tracker)
         give_back(device)

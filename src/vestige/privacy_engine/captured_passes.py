@@ -22,7 +22,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.capture_guards import HOOKS, NUMBERS, KnownModules, NotCapturable, state_fingerprint
+from vestige.engines.capture_guards import (
+    HOOKS,
+    NUMBERS,
+    KnownModules,
+    NamesRead,
+    NotCapturable,
+    state_fingerprint,
+)
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
     CaptureCosts,
@@ -111,6 +118,8 @@ class Replay:
     went_back: bool = False
     came: Collection[int] = ()
     """The numbers of the buffers that hold what came back last."""
+    versions: int = 0
+    """Of what the forward pass has read."""
 
     def outputs(self) -> tuple[list[Any], TreeSpec]:
         """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
@@ -133,6 +142,11 @@ class Replay:
         """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
         if self.owner.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
+        if self.versions != self.owner.owner.versions() or self.owner.owner.holds_examples():
+            raise ValueError(
+                "a parameter, or a tensor that the model reads, was written to between a forward pass and its backward "
+                "pass, which are one: write to it after the step"
+            )
         buffers, expected = [ending.buffer for _, ending, _ in self.endings()], self.graphs.used
         came = {buffer for buffer, signal in zip(buffers, signals, strict=True) if signal is not None}
         self.came, again = came, self.went_back or not came.issubset(expected)
@@ -223,6 +237,9 @@ class CapturedPasses:
     _used: dict[int, set[int]] = field(default_factory=dict)
     """Of so many outputs, the places of those to which losses have sent gradients back."""
     _ran: bool = False
+    _names: NamesRead = field(default_factory=NamesRead)
+    _held: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """Tensors that Python holds beside parameters and buffers, as the last pass has found them."""
 
     def __post_init__(self) -> None:
         certain = ignored_for_certain(self.module)
@@ -296,14 +313,17 @@ class CapturedPasses:
         self._room = self._room or GraphMemoryPool()
         if not self._ran:  # models may keep at their first pass that they had one: graphs are known by their state then
             self._ran = True
-            CapturedForm(self, asked, {}, asked.rows).run()
+            with self._names.watched():
+                CapturedForm(self, asked, {}, asked.rows).run()
         if self._pads is None and MASK in asked.names:
             self._pads = self._same_when_padded(asked)
         to = self._padding.lengths(asked.texts) if self._pads else {}
         with unseen_by_functions():
             self._meet(asked)
             full = asked.without_padding(to)
-            state = precision(), state_fingerprint(self.module, modules=modules, known=self._known)
+            state = self._state_of(modules)
+        if self.holds_examples():
+            return None
         stays, self._state = state == self._state, state
         key = self._kinds(asked, [asked.names[name] for name in to]), state, full
         forms = self._forms.get(key, [])
@@ -322,7 +342,30 @@ class CapturedPasses:
                 size = max(size, self.sizes[1] if len(self.sizes) > 1 else size)  # for most batches of this length
             first = not self._costs.count and size <= self.sizes[0]
             self._costs.capture(ahead(self.sizes) if first else [size], form.capture)
+            with unseen_by_functions():
+                if self._state_of(modules) != state:
+                    del self._forms[key]
+                    raise NotCapturable("the model changes what it holds in each of its passes")
         return None if form is None else form.begin(asked, asked.padded(self._padding, form.to).call.leaves)
+
+    def _state_of(self, modules: Sequence[nn.Module]) -> Hashable:
+        """What graphs are known by, of all that is no argument."""
+        tensors: list[Tensor] = []
+        own = state_fingerprint(self.module, modules=modules, known=self._known, tensors=tensors)
+        state = precision(), own, self._names.state(tensors)
+        self._held = [weakref.ref(tensor) for tensor in tensors]
+        return state
+
+    def holds_examples(self) -> bool:
+        """Whether examples are in a tensor that a graph may read, and that is no part of the model."""
+        held = (each() for each in self._held)
+        return any(tensor is not None and self.tracking.label(tensor) is not None for tensor in held)
+
+    def versions(self) -> int:
+        """How often parameters, and tensors beside them, have been written to."""
+        held = (each() for each in self._held)
+        tensors = [*self.module.parameters(), *(each for each in held if each is not None)]
+        return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
     def _size(self, rows: int) -> int:
         """Of the graph that suits so many rows: one of those that were announced, or more."""
@@ -364,7 +407,7 @@ class CapturedPasses:
                 rows = isinstance(self.tracking.label(leaf), Rows)
                 kinds.append((() if place in texts else leaf.shape[rows:], leaf.dtype, rows))
             else:
-                kinds.append(leaf)
+                kinds.append((type(leaf), leaf))
         return asked.call.tree, tuple(kinds)
 
 
@@ -453,6 +496,7 @@ class CapturedForm:
         draws = device_draws(self.device)
         lengths = {name: leaf.shape[1] for name, leaf in asked.texts.items() if leaf.dim() > 1}
         replay = Replay(self, self._smallest(asked.rows), asked.rows, lengths, draws)
+        replay.versions = self.owner.versions()
         self.room.within = replay
         return replay
 
@@ -529,8 +573,11 @@ class CapturedForm:
         args, kwargs = tree_unflatten(leaves, self._tree)
         with as_captured(tracking.tracker, self._full), tracking.model(fresh=True) as tracker:
             tracked = self.owner.model.tracked(tracker, self._point, self._batch, deliver)
+            versions = [leaves[place]._version for place in self._rows]
             with tracked, torch.enable_grad(), _without_cache(self.device):
                 outputs = self._forward(*args, **kwargs)
+            if versions != [leaves[place]._version for place in self._rows]:
+                raise NotCapturable("the model writes to its arguments")
             require_unwritten(self.owner.module, tracker.labels, self._point)
             if tracker.kept_elsewhere:
                 raise NotCapturable("activations are kept elsewhere")
