@@ -13,7 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple, cast
@@ -43,7 +43,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 MACHINERY = frozenset(("torch", "vestige", "logging"))
 """Packages in whose objects and functions nothing is looked for."""
 REFERENCES = (nn.Module, ModuleType, type, FunctionType, MethodType, BuiltinFunctionType)
-BUILT_IN = frozenset((bool, int, float, str, bytes, dict, list, tuple, set, type(None)))
 LARGEST = 2**16
 """Bytes that something may take that Python holds; what takes more is known as the object that it is."""
 LEAST, MOST = 0.0, 1.0 - 2.0**-24
@@ -131,6 +130,7 @@ def _of_modules(
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     held: dict[int, Any] = {}
     last: list[Any] = []
+    inside = [] if tensors is None else tensors
     for module in modules:
         attributes = vars(module)
         facts = known.get(module)
@@ -148,23 +148,30 @@ def _of_modules(
             last.append(value if type(value) in PLAIN else _known(value) if type(value) in SEEN else id(value))
         if facts.others:
             found += map(_known, facts.others)
+            inside += [value for value in facts.others if isinstance(value, Tensor)]
         for value in facts.held:
             held[id(value)] = value  # often the same for many modules
         for store in (attributes["_parameters"], attributes["_buffers"]):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     found += last
-    inside = [] if tensors is None else tensors
-    inside += [value for module in modules for value in vars(module).values() if isinstance(value, Tensor)]
     found += [held_state(value, inside) for value in held.values()]
-    found += [_of_class(kind) for base in {type(m): None for m in modules} for kind in base.__mro__]
+    for base in {type(module): None for module in modules}:
+        found += (base.forward, *(_of_class(kind) for kind in base.__mro__ if not _installed(kind)))
     return found
 
 
 def _of_class(kind: type) -> Hashable:
-    if _package(kind) in MACHINERY or kind is object:
+    """The numbers and functions of a class, if it is the user's own: what is installed stays as it is."""
+    if _installed(kind):
         return kind
     return tuple(value if type(value) in PLAIN else id(value) for value in vars(kind).values())
+
+
+@lru_cache(maxsize=4096)
+def _installed(kind: Any) -> bool:
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind is object or _package(kind) in MACHINERY or "-packages" in file
 
 
 def held_state(value: Any, tensors: list[Tensor]) -> Hashable:
@@ -192,16 +199,14 @@ class _Pickler(pickle.Pickler):
         self.file, self.tensors = _Small(), tensors
         super().__init__(self.file, 5)
 
-    def persistent_id(self, value: Any) -> Hashable:
+    def reducer_override(self, value: Any) -> Any:
         kind = type(value)
-        if kind in BUILT_IN:
-            return None
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return _place(value)
-        if isinstance(value, REFERENCES) or (_package(kind) in MACHINERY and kind not in NUMBERS):
-            return id(value), getattr(value, "training", None)
-        return None
+            return id, (_place(value),)
+        if (isinstance(value, REFERENCES) or _package(kind) in MACHINERY) and kind not in NUMBERS and value is not id:
+            return id, (id(value), getattr(value, "training", None))
+        return NotImplemented
 
 
 class NamesRead:
