@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import papers_gpu
+import papers_rows
 from vestige import accounting
 from vestige.audit.published_epsilons import READINGS, STUDIES, readings
 from vestige.compare import dpsgd_br_figure1, paper_presets, run_grid
@@ -950,7 +951,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DOCS / "reproduction.md")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    before = json.loads(KEPT.read_text()) if KEPT.exists() else {"rows": [], "times": None}
+    before = papers_rows.read(KEPT) if KEPT.exists() else {"rows": [], "times": None}
     kept, times = {row["id"]: row for row in before["rows"]}, before["times"]
     paths = json.loads(arguments.paths.read_text())["compared"] if arguments.paths else before.get("paths", [])
     for path in arguments.results:
@@ -965,8 +966,7 @@ def main() -> None:
             raise SystemExit(f"{arguments.out} is not what bench/papers_docs.py writes: run it")
         return
     if arguments.results or arguments.paths:
-        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in kept.values())
-        KEPT.write_text(f'{{"times": {json.dumps(times)},\n"paths": {json.dumps(paths)},\n"rows": [\n{lines}\n]}}\n')
+        papers_rows.write(KEPT, list(kept.values()), times, paths)
     arguments.out.write_text(written)
 
 

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import papers_rows
 from vestige.compare import execute_run, paper_presets, run_grid
 from vestige.compare.execute_run import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
@@ -360,7 +361,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.times:
         timed(arguments, data, min(until, time.time() + arguments.times))
     waiting: list[list[Run]] = []
-    seen = {row["id"] for row in read_json(arguments.have)["rows"]} if arguments.have else set()
+    seen = {row["id"] for row in papers_rows.read(arguments.have)["rows"]} if arguments.have else set()
     machine = Machine(arguments.device, {task: str(data) for task in {r.task for p in pieces for r in p.wanted()}})
     for _, group in groupby(pieces, key=lambda piece: piece.priority):
         alike: list[Run] = []

@@ -747,3 +747,20 @@ def test_the_page_of_verdicts_is_what_the_script_writes(bench, monkeypatch):
     docs = bench("papers_docs")
     monkeypatch.setattr("sys.argv", ["papers_docs.py", "--check"])
     docs.main()
+
+
+def test_the_papers_rows_come_back_as_they_were(bench, tmp_path):
+    kept = bench("papers_rows")
+    setting = {"task": "cifar10-mlp", "label": "fo", "method": "fo-dp-sgd", "options": {"beta": 0.8}, "budget": "x"}
+    setting |= {"stage": "given", "steps": 20, "lr": 0.8}
+    curves = [[[10, 0.2 + seed, 1.5, 2.0], [20, 0.3, 2.5, 1.9 + seed]] for seed in range(3)]
+    rows = [{**setting, "id": str(seed), "seed": seed, "epsilon": 2.5, "curve": curves[seed]} for seed in range(3)]
+    rows[2]["curve"][1][2] = 2.25  # another epsilon on the way
+    rows += [{**setting, "options": {}, "id": "3", "seed": 0, "accuracy": 0.5, "curve": []}]
+    file = tmp_path / "papers.json"
+    kept.write(file, rows, {"fo": 1.0}, [["a", 1]])
+    found = kept.read(file)
+    assert found == {"times": {"fo": 1.0}, "paths": [["a", 1]], "rows": rows}
+    assert file.read_text().count("cifar10-mlp") == 2
+    file.write_text(json.dumps(found))  # as results are
+    assert kept.read(file) == found
