@@ -115,6 +115,7 @@ CHANGES = {
     "an object with slots": lambda model: setattr(model.held["slots"], "width", 2),
     "one of many": lambda model: model.held["many"].__setitem__(77, -1),
     "a tensor in a list": lambda model: model.held["tensors"].__setitem__(0, torch.zeros(2)),
+    "what a tensor in a list holds": lambda model: model.held["tensors"][0].add_(1),
     "the mode of a module in a list": lambda model: model.held["modules"][0].eval(),
     "a function in a dictionary": lambda model: model.held.update(function=hooked),
     "a class's number": class_attribute,

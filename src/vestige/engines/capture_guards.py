@@ -203,7 +203,7 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return id, (_place(value),)
+            return id, (_known(value),)
         if (isinstance(value, REFERENCES) or _package(kind) in MACHINERY) and kind not in NUMBERS and value is not id:
             return id, (id(value), getattr(value, "training", None))
         return NotImplemented
