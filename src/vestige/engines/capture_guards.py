@@ -218,27 +218,18 @@ class NamesRead:
 
     def __init__(self) -> None:
         self._functions: set[CodeType] = set()
-        self._read: dict[tuple[int, str | int], tuple[dict[str, Any] | ref[FunctionType], Hashable]] = {}
-        """Where something is kept, and what it was when it was met: by the name of a global, or the number of a
-        variable around a function."""
-        self.settled = False
-        """Whether the last pass that was watched has left what it names as it was."""
-
-    def __len__(self) -> int:
-        return len(self._read)
+        self._places: dict[tuple[int, str | int], dict[str, Any] | ref[FunctionType]] = {}
+        """Where something is kept: by the name of a global, or the number of a variable around a function."""
 
     def state(self, tensors: list[Tensor] | None = None) -> tuple[Hashable, ...]:
-        return tuple(_state_of(_value(place, name), tensors) for (_, name), (place, _) in self._read.items())
+        return tuple(_state_of(_value(place, name), tensors) for (_, name), place in self._places.items())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, functions are noted, unless another profiler is at work."""
-        self.settled = False
         if sys.getprofile() is not None:
             yield
             return
-        with unseen_by_functions():
-            before = self.state()
         sys.setprofile(self._note)
         collecting = gc.isenabled()
         gc.disable()  # its callbacks are not the pass's
@@ -248,12 +239,9 @@ class NamesRead:
             sys.setprofile(None)
             if collecting:
                 gc.enable()
-        gone = [key for key, (place, _) in self._read.items() if isinstance(place, ref) and place() is None]
-        for key in gone:  # functions of the pass
-            del self._read[key]
-        met = [held for _, held in self._read.values()]
-        with unseen_by_functions():
-            self.settled = self.state() == (*before, *met[len(before) :])
+        for key, place in [*self._places.items()]:
+            if isinstance(place, ref) and place() is None:  # a function of the pass
+                del self._places[key]
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code, variables = frame.f_code, frame.f_globals
@@ -273,9 +261,8 @@ class NamesRead:
                             self._add(ref(function), number)
 
     def _add(self, place: dict[str, Any] | ref[FunctionType], name: str | int) -> None:
-        value = _value(place, name)
-        if _may_change(value):
-            self._read.setdefault((id(place), name), (place, _state_of(value)))
+        if _may_change(_value(place, name)):
+            self._places.setdefault((id(place), name), place)
 
 
 def _value(place: dict[str, Any] | ref[FunctionType], name: str | int) -> Any:
