@@ -764,3 +764,56 @@ def test_the_papers_rows_come_back_as_they_were(bench, tmp_path):
     assert file.read_text().count("cifar10-mlp") == 2
     file.write_text(json.dumps(found))  # as results are
     assert kept.read(file) == found
+
+
+def test_a_gain_that_the_memory_does_not_bring_is_reproduced_in_part(bench):
+    docs = bench("papers_docs")
+
+    def rows(**accuracies):
+        labels = {"sma": "sma", "dp": "dp-sgd", "without": "sma beta 1.00", "whole": "sma, C per layer"}
+        common = {"task": "cifar10-mlp", "stage": "given", "budget": "the paper's sigma 1.1", "steps": docs.LENGTH}
+        return [
+            {
+                **common,
+                "label": labels[name],
+                "seed": seed,
+                "accuracy": value + (seed + len(name)) % 3 / 1000,
+                "epsilon": 1,
+            }
+            for name, value in accuracies.items()
+            for seed in range(13)
+        ]
+
+    assert docs._spectral_gain(rows(sma=0.348, dp=0.34, without=0.34, whole=0.348)).verdict == docs.REPRODUCED
+    for other in ({"without": 0.348, "whole": 0.348}, {"without": 0.34, "whole": 0.34}, {}):
+        claim = docs._spectral_gain(rows(sma=0.348, dp=0.34, **other))
+        assert claim.verdict == docs.PARTLY
+        assert ("not run" in claim.found) == (not other)
+    assert docs._spectral_gain(rows(sma=0.33, dp=0.34, without=0.33, whole=0.33)).verdict == docs.NOT
+
+
+def test_a_memory_that_is_computed_without_weight_is_no_plain_dp_sgd(bench):
+    docs = bench("papers_docs")
+
+    def times(**ratios):
+        labels = {"mine": "fo beta 0.90", "one": "fo beta 1.00", "plain": "dp-sgd"}
+        rows = [{"label": labels[name], "ratio": value, "rounds": 8} for name, value in ratios.items()]
+        return {"device": "a GPU", "load": 1.0, "cores": 16, "rows": rows}
+
+    assert docs._runtime(times(mine=1.02, one=1.01, plain=1.0)).verdict == docs.REPRODUCED
+    assert docs._runtime(times(mine=1.28, one=1.28, plain=1.0)).verdict == docs.PARTLY
+    assert docs._runtime(times(mine=1.28, one=1.1, plain=1.0)).verdict == docs.NOT
+
+
+def test_paths_are_judged_after_as_many_updates(bench):
+    docs = bench("papers_docs")
+
+    def path(quantity, difference):
+        low, high = difference - 0.01, difference + 0.01
+        row = {"label": "dpsgd-br", "quantity": quantity, "seeds": 13, "means": [1.0, 1.0 - difference], "p": 0.001}
+        return row | {"difference": difference, "low": low, "high": high}
+
+    longer = [path("winding", -0.8), path("loss", -0.5)]
+    names = ("winding after as many updates", "loss after as many updates")
+    assert docs._paths([*longer, *(path(name, 0.05) for name in names)]).verdict == docs.NOT
+    assert docs._paths([*longer, *(path(name, -0.05) for name in names)]).verdict == docs.REPRODUCED

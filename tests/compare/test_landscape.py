@@ -38,7 +38,8 @@ def test_differences_are_paired_by_seed():
         {
             "label": label,
             "seed": seed,
-            "smoothness": 4.0 + seed - drop,
+            "winding": 4.0 + seed - drop,
+            "windings": [2.0 + 0.5 * k - drop for k in range(count)],
             "loss": 1.0 + seed - drop,
             "updates": count,
             "losses": [3.0 - k * 0.5 - drop for k in range(count)],
@@ -48,7 +49,8 @@ def test_differences_are_paired_by_seed():
     ]
     found = {(each["label"], each["quantity"]): each["difference"] for each in dpsgd_br_figure1.compared(rows)}
     assert found[("dpsgd-br", "loss")] == pytest.approx(-1.0)
-    assert found[("dpsur", "smoothness")] == pytest.approx(-0.5)
+    assert found[("dpsur", "winding")] == pytest.approx(-0.5)
+    assert found[("dpsgd-br", "winding after as many updates")] == pytest.approx(-1.0)
     assert found[("dpsgd-br", "loss after as many updates")] == pytest.approx(-1.0)  # not against DP-SGD's fourth
 
 
@@ -57,7 +59,7 @@ def test_the_command_goes_on_where_it_was(tmp_path):
     words = ["reproduce", "br-fig1", "--small", "--seeds", "1", "--out", str(tmp_path), "--json"]
     first = json.loads(CliRunner().invoke(app, words).stdout)
     assert {row["label"] for row in first["rows"]} == set(dpsgd_br_figure1.LABELS)
-    assert all(row["smoothness"] is None or row["smoothness"] >= 1 for row in first["rows"])
+    assert all(row["winding"] is None or row["winding"] >= 1 for row in first["rows"])
     assert (tmp_path / "paths.svg").read_text().count("<polyline") == 3
     again = json.loads(CliRunner().invoke(app, words).stdout)
     assert again["rows"] == first["rows"]

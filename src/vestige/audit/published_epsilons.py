@@ -31,6 +31,8 @@ class Study:
     """What the paper claims when its run stops; the settings are those of the first throughout."""
     reading: str = ""
     """How its loss test is read, where its paper prints two ways."""
+    limits: tuple[str, ...] = ()
+    """What the bound depends on."""
 
     def settings(self, published: Mapping[str, Any]) -> Iterator[tuple[str, Claimed]]:
         sizes = published["dpsgd_br"]["examples"]
@@ -162,6 +164,11 @@ STUDIES = {
             2,
             (1.0, 2.0, 3.0, 4.0),
             " (with sigma_v as the multiple of the sensitivity that its accountant prices)",
+            (
+                "no decay, always two candidates, the preference by the text",
+                "with equation 12's noise taken literally at Table 4's C_v the test is a coin toss, and the claim is"
+                " not refuted there",
+            ),
         ),
         Study(
             "dpsur-lower-bound",

@@ -30,7 +30,8 @@ NOTES = (
     "the paper names neither task, noise, rate nor length: digits and a tanh MLP, sigma_t 3, rate 0.1, 100 trials each,"
     " the learning rate of DP-SGD for all (a tenth of it with momentum 0.9)",
     "the loss is that of the public test set; the plane is spanned by the first two principal components of all paths",
-    "smoothness is the length of a path over the distance it covers: 1 is straight",
+    "winding is the length of a path over the distance it covers: 1 is straight, and a noisy path winds more the longer"
+    " it is, so that paths of as many updates are compared, too",
 )
 GRID = 21
 """Points of the plane in each direction at which the loss is measured."""
@@ -75,10 +76,12 @@ def walk(study: Study, label: str, seed: int) -> tuple[Array, dict[str, object]]
     accuracy, loss = evaluate(model, task.test, task.loss)
     trials = np.stack(path)
     steps = np.linalg.norm(np.diff(trials, axis=0), axis=1)
-    covered = float(np.linalg.norm(trials[-1] - trials[0]))
-    losses = [_loss_at(task, weights) for weights in trials[1:][steps > 0]]
+    moved = trials[1:][steps > 0]
+    losses = [_loss_at(task, weights) for weights in moved]
+    lengths, covered = np.cumsum(steps[steps > 0]), np.linalg.norm(moved - trials[0], axis=1)
+    windings = [float(length / far) if far else None for length, far in zip(lengths, covered, strict=True)]
     facts = {"label": label, "seed": seed, "accuracy": accuracy, "loss": loss, "updates": len(losses), "losses": losses}
-    return trials, {**facts, "smoothness": float(steps.sum()) / covered if covered else None}
+    return trials, {**facts, "winding": windings[-1] if windings else None, "windings": windings}
 
 
 def _weights(model: nn.Module) -> Array:
@@ -119,25 +122,26 @@ def _loss_at(task: tasks.Task, weights: Array) -> float:
 
 def compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the paper says of its own method against DP-SGD: a smoother path, and a lower loss; paired by seed. DP-SGD
-    makes an update of every trial, so its loss after as many updates as the other made is compared, too."""
+    makes an update of every trial, so its path and loss after as many updates as the other made are compared, too."""
     plain = {row["seed"]: row for row in rows if row["label"] == "dp-sgd"}
     found = []
     for label in LABELS[1:]:
         mine = {row["seed"]: row for row in rows if row["label"] == label and row["seed"] in plain and row["updates"]}
         fewer = {seed: min(row["updates"], plain[seed]["updates"]) for seed, row in mine.items()}
         pairs = {
-            "smoothness": {seed: (row["smoothness"], plain[seed]["smoothness"]) for seed, row in mine.items()},
-            "loss": {seed: (row["loss"], plain[seed]["loss"]) for seed, row in mine.items()},
-            "loss after as many updates": {
-                seed: (mine[seed]["losses"][count - 1], plain[seed]["losses"][count - 1])
-                for seed, count in fewer.items()
-            },
+            name: {seed: (row[name], plain[seed][name]) for seed, row in mine.items()} for name in ("winding", "loss")
         }
+        for name, every in (("winding", "windings"), ("loss", "losses")):
+            pairs[f"{name} after as many updates"] = {
+                seed: (mine[seed][every][count - 1], plain[seed][every][count - 1]) for seed, count in fewer.items()
+            }
         for key, both in pairs.items():
+            both = {seed: values for seed, values in both.items() if None not in values}
             between = paired(*({seed: values[k] for seed, values in both.items()} for k in range(2)))
             if between is not None:
                 interval = {"difference": between.mean, "low": between.low, "high": between.high, "p": between.p}
-                found.append({"label": label, "quantity": key, "seeds": len(both), **interval})
+                means = [sum(values[k] for values in both.values()) / len(both) for k in range(2)]
+                found.append({"label": label, "quantity": key, "seeds": len(both), "means": means, **interval})
     return found
 
 
