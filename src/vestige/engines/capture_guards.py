@@ -43,6 +43,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 MACHINERY = frozenset(("torch", "vestige", "logging"))
 """Packages in whose objects and functions nothing is looked for."""
 REFERENCES = (nn.Module, ModuleType, type, FunctionType, MethodType, BuiltinFunctionType)
+INSTALLED = "-packages"
+"""In the paths of what is installed, which stays as it is."""
 LARGEST = 2**16
 """Bytes that something may take that Python holds; what takes more is known as the object that it is."""
 LEAST, MOST = 0.0, 1.0 - 2.0**-24
@@ -171,7 +173,7 @@ def _of_class(kind: type) -> Hashable:
 @lru_cache(maxsize=4096)
 def _installed(kind: Any) -> bool:
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind is object or _package(kind) in MACHINERY or "-packages" in file
+    return kind is object or _package(kind) in MACHINERY or INSTALLED in file
 
 
 def held_state(value: Any, tensors: list[Tensor]) -> Hashable:
@@ -210,8 +212,8 @@ class _Pickler(pickle.Pickler):
 
 
 class NamesRead:
-    """What functions name that were called in a pass: what these globals, and variables of functions around them, hold
-    is part of what the pass's graph is known by.
+    """What the user's functions name that were called in a pass: what these globals, and variables of functions around
+    them, hold is part of what the pass's graph is known by.
 
     It is empty until a pass has been `watched`.
     """
@@ -248,7 +250,8 @@ class NamesRead:
         if event != "call" or code in self._functions:
             return
         self._functions.add(code)
-        if str(variables.get("__name__")).partition(".")[0] in MACHINERY | sys.stdlib_module_names:
+        package = str(variables.get("__name__")).partition(".")[0]
+        if INSTALLED in code.co_filename or package in MACHINERY or package in sys.stdlib_module_names:
             return
         with unseen_by_functions():
             for name in code.co_names:
