@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,38 @@ def test_a_model_that_changes_in_its_own_pass_is_not_replayed():
     """By a graph it would be what it was at the capture, again and again."""
     with pytest.warns(UserWarning, match="changes what it holds in each of its passes"):
         assert loop(model=Toggling)[1].replays == 0
+
+
+class CountingBuffer(Tiny):
+    """Counts its passes in public."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes.add_(1)
+        return super().forward(x) / self.passes
+
+
+@pytest.mark.parametrize("backward", [lambda loss, model, x, y: loss.backward(), None])
+def test_captures_leave_no_trace_in_a_public_buffer(backward):
+    """But for the first pass, which is made once beside the loop's own."""
+
+    def twice(loss, model, x, y):
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+
+    counts = []
+
+    def counted(loss, model, x, y):
+        (backward or twice)(loss, model, x, y)
+        counts.append(float(model.passes))
+
+    _, graphs = loop(model=CountingBuffer, backward=counted)
+    assert graphs.replays > 0
+    assert [later - first for first, later in pairwise(counts)] == [1] * 5
+    assert counts[0] == 2
 
 
 class InPlace(Tiny):

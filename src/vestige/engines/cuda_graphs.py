@@ -29,6 +29,7 @@ from vestige.engines.capture_guards import (
 )
 from vestige.engines.example_axis.labels import NotApart, Tracker
 from vestige.engines.example_axis.tracked_model import gradients
+from vestige.engines.module_snapshot import buffers_kept
 from vestige.engines.per_example.execution import unseen
 from vestige.engines.per_example.sums_of_users import RowCounts
 from vestige.engines.replayed_host_transfers import HostTransfers, Sent
@@ -348,7 +349,8 @@ class Captured:
                 best = _with_room(rows, best, expected)
             self._graphs[key] = known
             capture = partial(self._capture, known, mean=mean, clip=clip, into=into, full=full)
-            self._costs.capture(ahead(expected) if first else [best], capture)
+            with buffers_kept(self.model):
+                self._costs.capture(ahead(expected) if first else [best], capture)
             if self._state_now() != state:
                 raise NotCapturable("the model changes what it holds in each of its passes")
             return known[min(size for size in known if size >= min(rows, best))]

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from vestige.engines.per_example.execution import unseen
 from vestige.randomness.generator_states import draws_kept
 
 PLAIN = (bool, int, float, str, type(None))
@@ -64,3 +66,18 @@ def left_as_found(model: nn.Module, parameters: bool = True) -> Iterator[None]:
             yield
     finally:
         held.restore()
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, passes are made beside the loop's own: what they write to buffers is taken back. The copies lie beside
+    the buffers, so that nobody waits for them."""
+    with unseen(), torch.no_grad():
+        held = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
+    try:
+        yield
+    finally:
+        with unseen(), torch.no_grad():
+            for buffer, copy, version in held:
+                if buffer._version != version:
+                    buffer.copy_(copy)

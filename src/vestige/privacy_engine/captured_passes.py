@@ -48,6 +48,7 @@ from vestige.engines.cuda_graphs import (
 )
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows, Summed, top_hooks, without_modes
 from vestige.engines.example_axis.tracked_model import ANCHOR, EVERYWHERE, TrackedModel, require_unwritten
+from vestige.engines.module_snapshot import buffers_kept
 from vestige.engines.per_example.execution import full_precision, unseen, unseen_by_functions
 from vestige.engines.per_example.gradient_forms import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
@@ -341,7 +342,8 @@ class CapturedPasses:
                 self._forms[key] = [*forms, form]
                 size = max(size, self.sizes[1] if len(self.sizes) > 1 else size)  # for most batches of this length
             first = not self._costs.count and size <= self.sizes[0]
-            self._costs.capture(ahead(self.sizes) if first else [size], form.capture)
+            with buffers_kept(self.module):
+                self._costs.capture(ahead(self.sizes) if first else [size], form.capture)
             with unseen_by_functions():
                 if self._state_of(modules) != state:
                     del self._forms[key]
@@ -675,10 +677,11 @@ class CapturedForm:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), without_modes():
             restore_device_draws(replay.draws, self.device)
             signals = [end.clone() for end in self.ends]
-            self._run_forward(replay.graphs.rows)
-            for end, signal in zip(self.ends, signals, strict=True):
-                end.copy_(signal)
-            found = self._run_backward(replay.graphs.rows, replay.came)
+            with buffers_kept(self.owner.module):
+                self._run_forward(replay.graphs.rows)
+                for end, signal in zip(self.ends, signals, strict=True):
+                    end.copy_(signal)
+                found = self._run_backward(replay.graphs.rows, replay.came)
             self._live = None
         few = itemgetter(slice(replay.rows))
         return {name: [change(gradient, few) for gradient in uses] for name, uses in found.items()}
