@@ -3,6 +3,8 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -256,6 +258,19 @@ def test_with_next_to_no_noise_rows_are_those_of_the_table():
     assert quality.variation(grown.sample(3000, np.random.default_rng(0)), rows, columns, (0, 1)) < 0.25
 
 
+def test_what_is_charged_does_not_follow_from_answers(monkeypatch):
+    """Where no pair is chosen, columns are counted again."""
+    monkeypatch.setattr("vestige.synthesis.curator.choose", lambda *_: 0)
+    columns = columns_of("a=x|y;b=x|y;c=x|y")
+    rows, plan, charged = np.zeros((60, 3), dtype=np.int64), MarginalsPlan(3, 4.0), []
+    found = fitted(curator(rows, columns, charged), plan)
+    assert not found.edges
+    assert Counter(question for question, _, _ in charged) == Counter(dict(plan.questions()))
+    assert [sensitivity for _, _, sensitivity in charged][-1] == pytest.approx(3**0.5)
+    exact = fitted(curator(rows + np.array([0, 1, 0]), columns), MarginalsPlan(3, 1e-6))
+    assert [nodes.round(3).tolist() for nodes in exact.nodes] == [[1, 0], [0, 1], [1, 0]]
+
+
 def test_columns_that_tell_nothing_of_each_other_are_not_paired():
     words = [f"w{place}" for place in range(30)]
     columns = columns_of({"a": words, "b": words, "c": words})
@@ -310,6 +325,61 @@ def test_a_synthesis_verifies_has_a_card_and_a_page_and_is_of_use(method, file, 
     (out / "data.csv").write_text("\n".join([*lines[:-1], "33,office,1"]) + "\n")
     with pytest.raises(LedgerError, match="is not what the run left"):
         verify(out)
+
+
+def test_a_card_that_was_edited_does_not_verify(tmp_path):
+    out = tmp_path / "synth"
+    vestige.synthesize(people(300), columns=COLUMNS, epsilon=1, delta=1e-5, out=out)
+    card = out / "README.md"
+    text = card.read_text()
+    assert command("verify", out)[0] == 0
+    card.write_text(text.replace("made-up rows", "rows of people who agreed"))
+    code, _, said = command("verify", out)
+    assert code
+    assert "says something else than synthesis.json" in said
+    card.write_text(text.replace("# synth", "# Made-up people"))
+    assert command("verify", out)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        "t=1700000000.0..1700086400.0",
+        "t=1234567.0..1234571.0",
+        "t=0.1234567..0.1234569",
+        "t=-2.5..1e300",
+        "t=0.0..1e-9",
+    ],
+)
+def test_numbers_have_digits_enough_to_stay_in_their_cells(declared):
+    (column,) = columns_of(declared)
+    cells = np.repeat(np.arange(column.cells), 200)
+    values = column.decode(cells, np.random.default_rng(0))
+    assert all(column.low <= value <= column.high for value in values)
+    assert (column.encode(values) != cells).mean() < 0.01
+    assert len(set(values)) > 1000
+
+
+class Ambiguous:
+    """As pandas' NA, which is neither equal to anything nor not."""
+
+    def __ne__(self, other):
+        return self
+
+    def __bool__(self):
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+def test_what_is_missing_is_missing_in_whatever_form():
+    (column,) = columns_of("a?=1..9")
+    missing = [None, "", " ", float("nan"), Decimal("sNaN"), Ambiguous()]
+    assert column.encode(missing).tolist() == [9] * len(missing)
+    with pytest.raises(ValueError, match="row 1 of the data is no number"):
+        column.encode([np.zeros(2)])
+    (word,) = columns_of({"a": [True, False]})
+    assert word.encode([np.True_, np.False_]).tolist() == [0, 1]
+    (number,) = columns_of({"a": [0, 1, 2]})
+    assert number.encode([2.0, 0]).tolist() == [2, 0]
 
 
 def test_a_record_that_claims_less_than_its_ledger_does_not_verify(tmp_path):
@@ -394,6 +464,15 @@ def test_users_of_a_data_frame_are_named_by_a_column_and_none_may_be_missing():
         vestige.synthesize(frame, **asked)
 
 
+def test_public_chance_of_a_resumed_run_is_that_of_its_beginning(tmp_path):
+    out, settings = tmp_path / "synth", {"columns": COLUMNS, "epsilon": 1.0, "method": "evolution", "seed": 3}
+    job = TableSynthesis(data=people(300), **settings)
+    assert TableRun(job, out).complete(lambda done, of: done < 3) is None
+    with pytest.raises(ValueError, match="seed is not what it was when the run began, 3"):
+        TableRun(replace(job, seed=4), out, resume=True)
+    assert TableRun(replace(job, seed=None), out, resume=True).complete() is not None
+
+
 def test_a_request_that_was_edited_is_not_resumed(tmp_path):
     asked = {"data": OWNED, "columns": {"age": (0, 60), "work": ["a", "b"]}, "epsilon": 1.0, "delta": 1e-4}
     begun = TableRun(TableSynthesis(**asked, **OF_USERS), tmp_path / "run")
@@ -422,7 +501,13 @@ def test_a_private_evaluation_is_charged_and_near_the_truth():
     )
     assert made.asked == 5
     assert made.quality["private_accuracy"] == pytest.approx(0.95, abs=0.06)
-    assert 0 < made.quality["private_accuracy_error"] < 0.01
+    error = made.quality["private_accuracy_error"]
+    assert 0 < error < 0.01
+    people_of_four = vestige.synthesize(
+        {**rows, "who": [row // 4 for row in range(4000)]}, columns=COLUMNS, epsilon=4, delta=1e-5, bins=8,
+        label_column="work", evaluate="private", user_column="who", rows_per_user=4,
+    )  # fmt: skip
+    assert people_of_four.quality["private_accuracy_error"] == pytest.approx(4 * error, rel=0.01)
 
 
 def test_a_reproducible_run_repeats_and_has_no_epsilon():
@@ -448,6 +533,11 @@ def test_a_reproducible_run_repeats_and_has_no_epsilon():
         ({"samples": 0}, "samples=0"),
         ({"speed": 3}, "speed=3 is unknown"),
         ({"columns": "years=1..3"}, "no such column"),
+        ({"columns": 5}, "columns: give"),
+        ({"columns": ["age", "work"]}, "columns: give"),
+        ({"columns": {1: (0, 1)}}, "the name 1 must be text"),
+        ({"columns": {"age": [18, "x"]}}, "categories of one kind"),
+        ({"columns": {"age": [18, None]}}, "categories of one kind"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(given, words):

@@ -193,6 +193,19 @@ def test_a_run_that_was_interrupted_twice_resumes(made, tmp_path):
     assert "already finished" in command("synthesize", "--resume", out)[2]
 
 
+@pytest.mark.parametrize("change", [{"max_length": 18}, {"labels": ("pos", "neg")}, {"temperature": 0.5}])
+def test_a_run_is_resumed_as_it_was_begun(made, tmp_path, change):
+    given = {"model": str(made / "lm"), "data": str(made / "reviews.jsonl"), "samples": 6, **SMALL}
+    assert TextRun(TextSynthesis(**given), tmp_path / "synth").complete(on_record=lambda record: False) is None
+    with pytest.raises(ValueError, match=f"resume: {next(iter(change))} is not what it was"):
+        TextRun(TextSynthesis(**{**given, **change}), tmp_path / "synth", resume=True)
+
+
+def test_a_row_whose_mask_leaves_nothing_out_shows_that_adapters_learn(made, tmp_path, recwarn):
+    assert synthesis(made, tmp_path / "synth", lora=2, labels="neg, pos").count
+    assert not [each for each in recwarn if "no gradient of its own" in str(each.message)]
+
+
 def test_public_shares_ask_nothing_and_canaries_in_the_training_rows_stay_below_epsilon(made, tmp_path):
     out = tmp_path / "synth"
     asked = synthesis(made, out, label_shares=(3.0, 1.0), audit=20)
@@ -237,6 +250,12 @@ def test_all_texts_of_a_user_are_protected_together(made, tmp_path):
         ({"user_column": "author"}, "needs public label_shares"),
         ({"user_column": "author", "label_shares": (1.0, 1.0)}, "rows_per_user=None"),
         ({"samples": 0}, "samples=0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"batch": 0}, "batch=0"),
+        ({"text_column": "label"}, "is the label_column, too"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"guidance": "1"}, "guidance=1 must be a number"),
+        ({"labels": None, "label_column": None, "guidance": 2.0}, "tells labels apart"),
         ({"out": None}, "out=None"),
         ({"columns": "age=1..2"}, "columns='age=1..2' is unknown"),
     ],

@@ -69,12 +69,14 @@ def _verify_comparison(folder: Path, as_json: bool) -> None:
 def _verify_run(run: Path, unfinished: bool, rows_per_user: int | None, as_json: bool) -> None:
     from vestige.accounting.ledger import LedgerError
     from vestige.integrations.model_card import unchecked_pages
+    from vestige.synthesis.output import check_card
     from vestige.training.verify import verify as check
 
     with verified(LedgerError, as_json):
         verdict = check(run, unfinished=unfinished, rows_per_user=rows_per_user)
         if verdict.finished:
             verdict = replace(verdict, unchecked=(*verdict.unchecked, *unchecked_pages(run)))
+            check_card(run)
     if as_json:
         print_json(verdict.to_json())
         return

@@ -55,6 +55,9 @@ def synthesize(data: object, *, out: str | Path | None = None, resume: bool = Fa
     if kind is TextSynthesis:
         if out is None or not isinstance(data, str | Path):
             raise ValueError("out=None: a synthesis of texts reads a file and leaves a folder; give data=FILE and out=")
+        for name in ("labels", "lora_targets"):
+            if isinstance(settings.get(name), str):
+                settings[name] = tuple(part.strip() for part in settings[name].split(","))
         run = TextRun(TextSynthesis(data=str(data), **settings), Path(out), resume=resume)
     else:
         run = TableRun(TableSynthesis(data=data, **settings), None if out is None else Path(out), resume=resume)

@@ -115,6 +115,12 @@ def fitted(curator: TableCurator, plan: MarginalsPlan) -> Fitted:
     tables: dict[Edge, Counts] = {}
     if edges:
         tables = dict(zip(edges, curator.counts(edges, maps, plan.pair_multiplier), strict=True))
+    elif size > 1:  # the question is asked either way: what is charged must not follow from answers
+        again = curator.counts(alone, maps, plan.pair_multiplier)
+        other = curator.rows_per_unit * plan.pair_multiplier * sqrt(size)
+        share = noise**2 / (noise**2 + other**2)
+        counted = [(1 - share) * first + share * second for first, second in zip(counted, again, strict=True)]
+        deviations = [sqrt(1 - share) * each for each in deviations]
     spread = curator.rows_per_unit * plan.pair_multiplier * sqrt(max(1, len(edges)))
     nodes, pairs = fit(counted, deviations, tables, spread, population)
     return Fitted(nodes, pairs, maps, shares)

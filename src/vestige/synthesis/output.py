@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 
 from vestige import accounting
+from vestige.accounting.ledger import LedgerError
 from vestige.assumptions import lines
 from vestige.compare.report.drawing import Figure, Point, Series
 from vestige.compare.report.html import items, table, text
 from vestige.compare.report.page import document, panels
-from vestige.files import write_atomically
+from vestige.files import read_json, write_atomically
 from vestige.integrations.model_card import model_card
 from vestige.renaming import earlier_attribute
 from vestige.synthesis.schema import Codes, Column
 
+RECORD, CARD = "synthesis.json", "README.md"
 DRAWN = 24
 """Columns of which the page has a figure."""
 QUALITY = {
@@ -129,15 +131,28 @@ def _type(pyarrow: Any, column: Column) -> object:
     return pyarrow.int64() if column.whole else pyarrow.float64()
 
 
-def card_of(folder: Path, made: Synthesis, file: str) -> str:
+def card_of(folder: Path) -> str:
     """A card of the data: what they are, what was measured, and the privacy statement of their ledger."""
-    measured = "\n".join(f"| {QUALITY.get(name, name)} | {value:.4g} |" for name, value in made.quality.items())
+    title = f"---\ntags:\n- synthetic\n- differential-privacy\n---\n\n# {folder.resolve().name}\n\n"
+    return title + _said(folder) + model_card(folder)
+
+
+def _said(folder: Path) -> str:
+    """What a card says beside its title and privacy statement, by the record."""
+    made = read_json(folder / RECORD)
+    measured = "\n".join(f"| {QUALITY.get(name, name)} | {value:.4g} |" for name, value in made["quality"].items())
     return (
-        f"---\ntags:\n- synthetic\n- differential-privacy\n---\n\n# {folder.resolve().name}\n\n`{file}` has "
-        f"{made.count:,} made-up {made.kind}, by `vestige synthesize` ({made.method}). None of them is anybody's; "
-        f"how like the private data they are is bounded by what follows.\n\n| measured | |\n|---|---|\n{measured}\n\n"
-        f"{model_card(folder)}"
+        f"`{made['file']}` has {made['samples']:,} made-up {made['kind']}, by `vestige synthesize` ({made['method']}). "
+        f"None of them is anybody's; how like the private data they are is bounded by what follows.\n\n"
+        f"| measured | |\n|---|---|\n{measured}\n\n"
     )
+
+
+def check_card(folder: Path) -> None:
+    """Raise `LedgerError` if the card of a synthesis says something else than its record, which the ledger seals."""
+    card = folder / CARD
+    if (folder / RECORD).is_file() and card.is_file() and _said(folder) not in card.read_text(encoding="utf-8"):
+        raise LedgerError(f"{card} says something else than {RECORD}: it was edited; remove it, or make it again")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, floor, log10
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,17 @@ class Column:
     def _own(self) -> int:
         return self.bins if self.is_number else len(self.values)
 
-    def encode(self, values: Sequence[object]) -> Codes:
+    def encode(self, values: Sequence[object], where: str = "the data") -> Codes:
         """The cell of each value; one that has none is refused by its place, and never shown."""
         places = {value: place for place, value in enumerate(self.values)}
         found = np.empty(len(values), dtype=np.int64)
         for row, value in enumerate(values):
-            blank = value is None or (isinstance(value, str) and not value.strip()) or value != value
+            blank = _blank(value)
             cell = self._own if blank and self.optional else -1
             if not blank:
                 cell = self._cell(value) if self.is_number else places.get(_word(value), -1)
             if cell < 0:
-                raise ValueError(f"columns: {self.name}: row {row + 1} of the data {self._lack(blank)}")
+                raise ValueError(f"columns: {self.name}: row {row + 1} of {where} {self._lack(blank)}")
             found[row] = cell
         return found
 
@@ -94,7 +95,10 @@ class Column:
         drawn = first + random.random(len(cells)) * (np.minimum(first + self.width, self.high + self.whole) - first)
         if self.whole:
             drawn = np.floor(drawn)
-        numbers = [int(each) if self.whole else float(f"{each:.6g}") for each in drawn]
+        else:  # few digits, but enough for a thousandth of a cell
+            digits = max(0, 3 - floor(log10(self.width)))
+            drawn = np.clip([round(float(each), min(digits, 300)) for each in drawn], self.low, self.high)
+        numbers = [int(each) if self.whole else float(each) for each in drawn]
         return [None if cell == self._own else number for cell, number in zip(cells, numbers, strict=True)]
 
     def vectors(self) -> npt.NDArray[np.float32]:
@@ -109,8 +113,24 @@ class Column:
         return points
 
 
+def _blank(value: object) -> bool:
+    """Whether a value is missing: none, an empty word, a NaN or pandas' NA, which compares with nothing."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return True
+    try:
+        return bool(value != value)
+    except (TypeError, ArithmeticError):
+        return True
+    except ValueError:  # an array
+        return False
+
+
 def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).strip()
+    if isinstance(value, bool | np.bool_):
+        return str(bool(value)).lower()
+    if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
+        return str(int(float(value)))  # a column of whole numbers of which some are missing
+    return str(value).strip()
 
 
 def columns_of(declared: str | Mapping[str, object] | Sequence[Column], bins: int = BINS) -> tuple[Column, ...]:
@@ -123,14 +143,16 @@ def columns_of(declared: str | Mapping[str, object] | Sequence[Column], bins: in
     [('age', 16, True), ('pay', 20, False), ('work', 3, False)]
     """
     check_steps(bins, "bins")
-    if isinstance(declared, str) and declared.endswith(".json"):
+    if isinstance(declared, Path) or (isinstance(declared, str) and declared.endswith(".json")):
         declared = _read(Path(declared))
     if isinstance(declared, str):
         found = tuple(_of_text(part.strip(), bins) for part in declared.split(";") if part.strip())
     elif isinstance(declared, Mapping):
         found = tuple(_of_value(name, value, bins) for name, value in declared.items())
+    elif isinstance(declared, Sequence) and all(isinstance(each, Column) for each in declared):
+        found = tuple(each for each in declared if isinstance(each, Column))
     else:
-        found = tuple(declared)
+        raise ValueError("columns: give 'age=18..80;work=office|field', {'age': (18, 80), 'work': [...]}, or FILE.json")
     if not found:
         raise ValueError("columns: none is named; give bounds and categories, 'age=18..80;work=office|field'")
     names = [column.name for column in found]
@@ -169,13 +191,17 @@ def _of_text(text: str, bins: int) -> Column:
 
 
 def _of_value(name: str, value: object, bins: int) -> Column:
+    if not isinstance(name, str):
+        raise ValueError(f"columns: the name {name!r} must be text")
     optional, name = name.endswith("?"), name.removesuffix("?")
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"columns: {name} must be a pair of bounds, or a list of categories")
-    numbers = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)
-    if numbers:
-        low, high = value
-        whole = isinstance(low, int) and isinstance(high, int)
+    kinds = {bool if isinstance(each, bool) else Real if isinstance(each, Real) else type(each) for each in value}
+    if len(kinds) > 1 or kinds == {type(None)}:
+        raise ValueError(f"columns: {name} must have two bounds, or categories of one kind: all words, or all numbers")
+    if len(value) == 2 and kinds == {Real}:
+        whole = all(isinstance(end, Integral) for end in value)
+        low, high = value = [int(end) if whole else float(end) for end in value]
         if not all(abs(end) <= (LARGEST_WHOLE if whole else LARGEST) for end in value):  # NaN and infinity, too
             most = f"{LARGEST_WHOLE} (whole numbers)" if whole else f"{LARGEST:g}"
             raise ValueError(f"columns: {name} must have bounds from -{most} to {most}")
@@ -194,7 +220,7 @@ def _of_value(name: str, value: object, bins: int) -> Column:
     return Column(name, words, optional=optional)
 
 
-def read_table(data: object, columns: Sequence[Column]) -> Codes:
+def read_table(data: object, columns: Sequence[Column], where: str = "the data") -> Codes:
     """SENSITIVE: the cells of a table, [rows, columns]: of a .csv, .jsonl or .parquet, or of columns by name."""
     if isinstance(data, str | Path):
         uses = {f"columns: {column.name}": column.name for column in columns}
@@ -206,7 +232,7 @@ def read_table(data: object, columns: Sequence[Column]) -> Codes:
         raise ValueError("data: its columns have different lengths")
     if not len(by_name[columns[0].name]):
         raise ValueError("data holds no rows")
-    return np.column_stack([column.encode(by_name[column.name]) for column in columns])
+    return np.column_stack([column.encode(by_name[column.name], where) for column in columns])
 
 
 def column_in_memory(data: Any, name: str, argument: str = "columns") -> list[object]:

@@ -26,7 +26,7 @@ from vestige.synthesis import quality
 from vestige.synthesis.curator import InFile, InMemory, Interrupted, TableCurator
 from vestige.synthesis.evolution import ITERATIONS, EvolutionPlan, Evolved, evolved
 from vestige.synthesis.marginals import Fitted, MarginalsPlan, fitted
-from vestige.synthesis.output import Synthesis, card_of, check_writable, page_of, write_rows
+from vestige.synthesis.output import CARD, RECORD, Synthesis, card_of, check_writable, page_of, write_rows
 from vestige.synthesis.schema import BINS, Codes, Column, column_in_memory, columns_of, described, read_table
 from vestige.tf32 import check_device
 from vestige.training.persistence import begun
@@ -110,14 +110,16 @@ class TableRun:
     def __init__(self, job: TableSynthesis, out: Path | None, *, resume: bool = False) -> None:
         self.columns = _checked(job)
         self.folder = None if out is None else RunFolder(out)
+        began = self.folder.request()["synthesize"].get("seed") if resume and self.folder is not None else None
         if job.seed is None:  # public chance is written down: a run that is resumed varies its candidates as before
-            asked = self.folder.request()["synthesize"] if resume and self.folder is not None else {}
-            job = replace(job, seed=asked.get("seed", secrets.randbits(32)))
+            job = replace(job, seed=secrets.randbits(32) if began is None else began)
+        elif began not in (None, job.seed):
+            raise ValueError(f"resume: seed is not what it was when the run began, {began}; give that, or none")
         self.job = job
         check_writable(_suffix(job.data))
         rows = read_table(job.data, self.columns)
         with renamed({"data": "test"}):
-            self._test = None if job.test is None else read_table(job.test, self.columns)
+            self._test = None if job.test is None else read_table(job.test, self.columns, "the public rows")
         if self._test is not None and _same_rows(self._test, rows):
             raise ValueError("test: these rows are the data: a figure on them is no release; give public rows")
         key = Randomness.reproducible(job.seed or 0) if job.reproducible else Randomness.secret()
@@ -181,7 +183,9 @@ class TableRun:
                 raise
         else:
             was = begun(self.folder)
-            for key, value in facts.items():
+            for key, value in sorted(
+                facts.items(), key=lambda fact: fact[0] not in ("columns", "population", "method")
+            ):
                 if was.get(key) != value:
                     raise ValueError(
                         f"resume: {key} is not what it was when the run began; give the same data and settings"
@@ -308,7 +312,7 @@ class TableRun:
         share = self.curator.right_answers(predict, label, self.plan.evaluation)
         return {
             "private_accuracy": share,
-            "private_accuracy_error": self.plan.evaluation / self.curator.population,
+            "private_accuracy_error": self.curator.rows_per_unit * self.plan.evaluation / self.curator.population,
         }
 
     def _seal(self, made: Synthesis, cells: Codes, found: Fitted | Evolved) -> None:
@@ -319,10 +323,10 @@ class TableRun:
         file = write_rows(path, made.rows, self.columns, _suffix(self.job.data))
         shares = {column.name: each for column, each in zip(self.columns, _released(found), strict=True)}
         (path / "report.html").write_text(page_of(made, self.columns, cells, shares, self._test), encoding="utf-8")
-        write_json(path / "synthesis.json", {**made.to_json(), "file": file.name})
+        write_json(path / RECORD, {**made.to_json(), "file": file.name})
         self.ledger.finish(self.folder.hashes())
         self.ledger.close()
-        (path / "README.md").write_text(card_of(path, made, file.name), encoding="utf-8")
+        (path / CARD).write_text(card_of(path), encoding="utf-8")
 
 
 def _released(found: Fitted | Evolved) -> list[Any]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from vestige.checks import check_number
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +38,8 @@ class Drawing:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "guidance"):
+            check_number(name, getattr(self, name))
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive")
         if not 0 < self.top_p <= 1:

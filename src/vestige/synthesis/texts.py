@@ -28,7 +28,7 @@ from vestige.finetuning.quality import judged
 from vestige.methods.base import written
 from vestige.priced_questions import Gaussian
 from vestige.synthesis import quality
-from vestige.synthesis.output import Synthesis, card_of, check_writable, whole_page, write_rows
+from vestige.synthesis.output import CARD, RECORD, Synthesis, card_of, check_writable, whole_page, write_rows
 from vestige.synthesis.text_sampling import Drawing, sampled, without_repeats
 from vestige.synthesis.texts_with_label_prompts import LabelCounts, Prompts, counts_of, read_texts, shares_of
 from vestige.training.loop import Record
@@ -90,6 +90,8 @@ class TextRun:
     def __init__(self, job: TextSynthesis, out: Path, *, resume: bool = False) -> None:
         self.job = job
         _check(job)
+        if resume:
+            _require_same(job, load(RunFolder(out)))
         self._drawing = Drawing(job.max_length, job.temperature, job.top_p, job.guidance, job.sampling_batch, job.seed)
         read_configuration(job.model)
         tokenizer = read_tokenizer(job.model, job.pad_token)
@@ -184,11 +186,11 @@ class TextRun:
         file = write_rows(path, made.rows, None, Path(self.job.data).suffix)
         (path / "samples.part").unlink(missing_ok=True)
         (path / "report.html").write_text(_page(made, labels, self._test), encoding="utf-8")
-        write_json(path / "synthesis.json", {**made.to_json(), "file": file.name})
+        write_json(path / RECORD, {**made.to_json(), "file": file.name})
         facts = {"task": "synthesize", "seed": self.job.seed, "nonprivate_seconds": made.nonprivate_seconds}
         known = {name: made.quality[name] for name in ("perplexity",) if name in made.quality}
         training.finish(training.result(**facts, **known))
-        (path / "README.md").write_text(card_of(path, made, file.name), encoding="utf-8")
+        (path / CARD).write_text(card_of(path), encoding="utf-8")
 
 
 def label_multiplier(job: TextSynthesis) -> float:
@@ -202,6 +204,13 @@ def _check(job: TextSynthesis) -> None:
     check_epsilon(job.epsilon)
     check_steps(job.samples, "samples")
     check_writable(Path(job.data).suffix)
+    for name in ("epochs", "batch"):
+        if getattr(job, name) is not None:
+            check_steps(getattr(job, name), name)
+    if job.text_column == job.label_column:
+        raise ValueError(f"text_column={job.text_column!r} is the label_column, too: texts need a column of their own")
+    if job.labels is None and job.guidance:
+        raise ValueError(f"guidance={job.guidance} tells labels apart: give labels, too")
     if (job.labels is None) != (job.label_column is None):
         missing = "labels" if job.labels is None else "label_column"
         raise ValueError(f"{missing}=None: labels are named, and never read off the data; give both, or neither")
@@ -223,6 +232,19 @@ def _check(job: TextSynthesis) -> None:
         raise ValueError(f"{missing}=None: user_column and rows_per_user go together")
     if job.test is not None:
         tasks.require_public(job.test, job.data)
+
+
+HELD = (
+    *("text_column", "label_column", "labels", "label_shares", "max_length"),
+    *("temperature", "top_p", "guidance", "sampling_batch", "samples"),
+)
+"""What a run that is resumed must be given again: what was trained, and made, follows from it."""
+
+
+def _require_same(job: TextSynthesis, began: TextSynthesis) -> None:
+    for name in HELD:
+        if getattr(job, name) != getattr(began, name):
+            raise ValueError(f"resume: {name} is not what it was when the run began, {getattr(began, name)!r}")
 
 
 def tuning_of(job: TextSynthesis) -> FineTuning:
@@ -255,11 +277,11 @@ def tuning_of(job: TextSynthesis) -> FineTuning:
         "user_column",
         "rows_per_user",
     )
-    epochs = job.epochs or (None if job.steps is not None else USUAL_EPOCHS)
+    epochs = USUAL_EPOCHS if job.epochs is None and job.steps is None else job.epochs
     return FineTuning(
         **{name: getattr(job, name) for name in shared},
         task="causal-lm",
-        batch=job.batch or min(USUAL_BATCH, population),
+        batch=min(USUAL_BATCH, population) if job.batch is None else job.batch,
         epochs=epochs,
     )
 

@@ -500,6 +500,15 @@ def _check_users(settings: Settings, shards: Shards | None) -> None:
         raise ValueError("users: not for a sharded model; train replicas (without fully_shard)")
 
 
+def _made_up(examples: Examples, size: int) -> list[Tensor]:
+    """Made-up rows; what is named a mask leaves nothing out, as a row without a place has no gradient."""
+    rows = made_up(examples.blank(), size, examples.device)
+    for place, name in enumerate(examples.form.names or ()):
+        if name.endswith("mask") and place < len(rows):
+            rows[place] = torch.ones_like(rows[place])
+    return rows
+
+
 LEAST_NORM, MOVE = 1e-6, 0.1
 NO_GRADIENT = (
     "a made-up row has no gradient of its own, at two points. Each example's loss is taken by itself: of a loss that "
@@ -677,7 +686,7 @@ class Training(HoldsKey):
         sharded = self.shards is not None
         if sharded or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
             return None
-        row = made_up(examples.blank(), 1, examples.device)
+        row = _made_up(examples, 1)
         admissible = made_up_pass(self.model, loss, examples.form, row)
         return admissible if admissible is not None and self._goes_through(examples, loss) else None
 
@@ -692,7 +701,7 @@ class Training(HoldsKey):
                 transform = transform_of(
                     self.model, self.layout, self.method, examples.population, self.plan.sample_rate
                 )
-                rows = made_up(examples.blank(), 2, examples.device)
+                rows = _made_up(examples, 2)
                 for _ in range(2):  # a second batch meets what the model keeps of the first
                     norms = engine(rows, point, Flat(1.0), into, transform)
                 if not norms.max() > LEAST_NORM:
