@@ -632,7 +632,13 @@ def test_a_book_pays_for_a_synthesis_and_refuses_the_one_too_many(file, tmp_path
     assert as_json("budget", "show", book) == spent
     other = tmp_path / "others.csv"
     other.write_text(file.read_text().replace("office", "field"))
-    assert command(*base[:1], "--data", other, *base[3:], "--out", tmp_path / "third")[0] == 2
+    changed = [*base[:1], "--data", other, *base[3:], "--out", tmp_path / "third"]
+    assert command(*changed)[0] == 2
+    changed[changed.index("--epsilon") + 1] = "0.2"
+    assert command(*changed)[0] == 2
+    assert as_json(*changed, "--derived-from", file)["epsilon"] <= 0.2  # made of its rows
+    without = [each for each in changed if each not in ("--budget", book)]
+    assert "is about a book" in command(*without, "--derived-from", file)[2]
 
 
 def test_all_rows_of_a_user_are_hidden_together(tmp_path):

@@ -81,6 +81,8 @@ class TableSynthesis:
     device: str = "cpu"
     budget: Any = None
     """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    derived_from: str | None = None
+    """The file that the rows were made of, for the book to know them."""
     slot: str | None = None
 
 
@@ -226,13 +228,17 @@ class TableRun:
     def _reserve(self, run: str | None) -> dict[str, object] | None:
         """In the book of the dataset, if there is one."""
         job, account = self.job, account_of(self.job.budget)
-        if account is None and job.slot is not None:
-            raise ValueError(f"slot={job.slot!r} is of a book: give budget=BOOK, too")
+        for name in ("derived_from", "slot"):
+            if account is None and getattr(job, name) is not None:
+                raise ValueError(f"{name}={getattr(job, name)!r} is about a book: give budget=BOOK, too")
+        if account is not None:
+            made_of = job.derived_from or account.derived_from
+            account = replace(account, slot=job.slot or account.slot, derived_from=made_of)
         in_file = isinstance(job.data, str | Path)
         source = tasks.source_of(None, str(job.data)) if in_file else Provenance(data=job.data)
         return attach(
             self.ledger,
-            of_users(False if account is None else replace(account, slot=job.slot or account.slot), job.user_column),
+            of_users(False if account is None else account, job.user_column),
             accounting.history_of_runs(self.plan.runs()),
             purpose=f"synthesize by {job.method}",
             source=source or Provenance(),

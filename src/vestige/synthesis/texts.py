@@ -81,6 +81,8 @@ class TextSynthesis:
     device: str = "cpu"
     budget: str | None = None
     """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    derived_from: str | None = None
+    """The file that the texts were made of, for the book to know them."""
     slot: str | None = None
 
 
@@ -273,6 +275,7 @@ def tuning_of(job: TextSynthesis) -> FineTuning:
         "reproducible",
         "device",
         "budget",
+        "derived_from",
         "slot",
         "user_column",
         "rows_per_user",

@@ -17,6 +17,7 @@ from vestige.cli.models.flags import (
     BudgetFlag,
     CudaGraphsFlag,
     DeltaFlag,
+    DerivedFlag,
     DeviceFlag,
     EngineFlag,
     EpsilonFlag,
@@ -154,6 +155,7 @@ class SynthesizeFlags:
     reproducible: ReproducibleFlag = False
     device: DeviceFlag = None
     budget: BudgetFlag = None
+    derived_from: DerivedFlag = None
     slot: SlotFlag = None
     out: Annotated[Path | None, typer.Option(help="Folder for what is made (default: runs/synth-TIME).")] = None
     resume: ResumeFlag = None
@@ -236,6 +238,7 @@ def _job_of(context: typer.Context, flags: SynthesizeFlags, where: str) -> Table
     shared |= {"label_column": flags.label_column, "reproducible": flags.reproducible, "device": where}
     shared |= {
         "budget": flags.budget,
+        "derived_from": flags.derived_from,
         "slot": flags.slot,
         "user_column": flags.user_column,
         "rows_per_user": flags.rows_per_user,
