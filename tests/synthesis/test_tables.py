@@ -330,6 +330,7 @@ def test_a_synthesis_verifies_has_a_card_and_a_page_and_is_of_use(method, file, 
 def test_a_card_that_was_edited_does_not_verify(tmp_path):
     out = tmp_path / "synth"
     vestige.synthesize(people(300), columns=COLUMNS, epsilon=1, delta=1e-5, out=out)
+    assert "attack it by --membership synthetic" in command("audit", out)[2]
     card = out / "README.md"
     text = card.read_text()
     assert command("verify", out)[0] == 0
@@ -544,6 +545,14 @@ def test_what_cannot_be_made_is_refused_in_one_line(given, words):
     settings = {"columns": COLUMNS, "epsilon": 1.0, "delta": 1e-5, **given}
     with pytest.raises(ValueError, match=words):
         vestige.synthesize(people(300), **{key: value for key, value in settings.items() if value is not None})
+
+
+def test_a_line_with_more_fields_than_columns_is_refused(tmp_path):
+    """A comma without quotes moves what follows it into the next column."""
+    path = tmp_path / "people.csv"
+    path.write_text("age,work\n" + "30,office\n" * 300 + "30,office,field\n")
+    with pytest.raises(ValueError, match="row 301 has more fields than there are columns"):
+        vestige.synthesize(path, columns="age=18..80;work=office|field", epsilon=1, delta=1e-5)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

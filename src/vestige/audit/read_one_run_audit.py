@@ -13,6 +13,11 @@ def read(path: str | Path) -> OneRun:
     """The audit that a run's folder holds."""
     folder = RunFolder(path)
     content = folder.result()
+    if content is None and (folder.path / "synthesis.json").is_file():
+        raise ValueError(
+            f"run={str(path)!r} is a made-up table, in which nothing is planted: attack it by --membership synthetic "
+            "--data FILE --others FILE"
+        )
     if content is None:
         raise ValueError(f"run={str(path)!r} holds no finished run: there is no result.json in it")
     result = RunResult.from_json(content)

@@ -66,10 +66,7 @@ def _csv_rows(path: Path) -> Iterator[dict[str, object]]:
         if len(set(names)) != len(names):
             raise ValueError(f"data={str(path)!r} has two columns of one name; rename one of them")
         try:
-            for number, row in enumerate(reader, 1):
-                if None in row:
-                    raise ValueError(f"data={str(path)!r}: row {number} has more fields than there are columns")
-                yield row
+            yield from (row for _, row in _whole(path, reader))
         except csv.Error:
             raise ValueError(f"data={str(path)!r}: line {reader.line_num} is not a line of a .csv") from None
 
@@ -100,10 +97,18 @@ def _from_csv(path: Path, columns: Mapping[str, str], blank: Collection[str]) ->
         try:
             _check_there(path, columns, reader.fieldnames or ())
             _check_once(path, columns, reader.fieldnames or ())
-            rows = ((f"row {number}", row) for number, row in enumerate(reader, 1))
-            return _gathered(path, rows, columns, blank)
+            return _gathered(path, _whole(path, reader), columns, blank)
         except csv.Error:
             raise ValueError(f"data={str(path)!r}: line {reader.line_num} is not a line of a .csv") from None
+
+
+def _whole(path: Path, reader: csv.DictReader[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows, and what they are called. One with more fields than columns has a comma without quotes somewhere: what
+    stands where is not known."""
+    for number, row in enumerate(reader, 1):
+        if None in row:
+            raise ValueError(f"data={str(path)!r}: row {number} has more fields than there are columns")
+        yield f"row {number}", row
 
 
 @contextmanager
