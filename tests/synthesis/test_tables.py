@@ -381,6 +381,10 @@ def test_what_is_missing_is_missing_in_whatever_form():
     assert word.encode([np.True_, np.False_]).tolist() == [0, 1]
     (number,) = columns_of({"a": [0, 1, 2]})
     assert number.encode([2.0, 0]).tolist() == [2, 0]
+    (floats,) = columns_of({"a": [1.0, 2.0, 3.0]})
+    assert floats.encode(["1.0", 3.0]).tolist() == [0, 2]
+    (mixed,) = columns_of({"a": [0, 1, "other"]})
+    assert mixed.encode(["other", 1]).tolist() == [2, 1]
 
 
 def test_a_record_that_claims_less_than_its_ledger_does_not_verify(tmp_path):

@@ -7,15 +7,16 @@ if they decide nothing. Numbers that are drawn on the GPU are drawn anew in ever
 
 from __future__ import annotations
 
+import dis
 import gc
 import io
 import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from operator import is_
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -43,6 +44,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 MACHINERY = frozenset(("torch", "vestige", "logging"))
 """Packages in whose objects and functions nothing is looked for."""
 REFERENCES = (nn.Module, ModuleType, type, FunctionType, MethodType, BuiltinFunctionType)
+GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 INSTALLED = "-packages"
 """In the paths of what is installed, which stays as it is."""
 LARGEST = 2**16
@@ -127,10 +129,11 @@ KnownModules = MutableMapping[nn.Module, Facts]
 
 
 def _of_modules(
-    modules: Sequence[nn.Module], known: KnownModules, tensors: list[Tensor] | None = None
+    modules: Sequence[nn.Module], known: KnownModules, tensors: list[Tensor] | None = None, nested: bool = False
 ) -> list[Hashable]:
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     held: dict[int, Any] = {}
+    places: dict[int, int] = {}
     last: list[Any] = []
     inside = [] if tensors is None else tensors
     for module in modules:
@@ -141,7 +144,7 @@ def _of_modules(
             facts = Facts.of(attributes)
             if facts.may_be_kept:
                 known[module] = facts
-        found += (type(module), facts.plain, facts.kinds)
+        found += (type(module), facts.plain, facts.kinds, *map(id, attributes["_modules"].values()))
         for name in HOOKS:  # the keys, which are never reused
             if attributes[name]:
                 found.append((name, *attributes[name]))
@@ -150,14 +153,15 @@ def _of_modules(
             last.append(value if type(value) in PLAIN else _known(value) if type(value) in SEEN else id(value))
         if facts.others:
             found += map(_known, facts.others)
-            inside += [value for value in facts.others if isinstance(value, Tensor)]
+            inside += tensors_in(facts.others)
         for value in facts.held:
             held[id(value)] = value  # often the same for many modules
+            found.append(places.setdefault(id(value), len(places)))
         for store in (attributes["_parameters"], attributes["_buffers"]):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     found += last
-    found += [held_state(value, inside) for value in held.values()]
+    found += [held_state(value, inside, nested) for value in held.values()]
     for base in {type(module): None for module in modules}:
         found += (base.forward, *(_of_class(kind) for kind in base.__mro__ if not _installed(kind)))
     return found
@@ -172,17 +176,19 @@ def _of_class(kind: type) -> Hashable:
 
 @lru_cache(maxsize=4096)
 def _installed(kind: Any) -> bool:
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None) or ""
     return kind is object or _package(kind) in MACHINERY or INSTALLED in file
 
 
-def held_state(value: Any, tensors: list[Tensor]) -> Hashable:
-    """By what something that Python holds is known; its tensors are added to `tensors`."""
-    pickler = _Pickler(tensors)
+def held_state(value: Any, tensors: list[Tensor], nested: bool = False) -> Hashable:
+    """By what something that Python holds is known; its tensors are added to `tensors`. `nested`: it is held by a
+    module that something else holds, of which the modules that it holds are not looked at."""
+    pickler = _Pickler(tensors, nested)
     try:
         pickler.dump(value)
     except Exception:  # its own, of whatever cannot be pickled or is large
-        inside = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+        inside = list(value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values())
+        tensors += tensors_in(inside)
         return id(value), *(each for each in inside if type(each) in NUMBERS)
     return pickler.file.getvalue()
 
@@ -197,8 +203,8 @@ class _Small(io.BytesIO):
 class _Pickler(pickle.Pickler):
     """Tensors, modules and functions by where they are."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.file, self.tensors = _Small(), tensors
+    def __init__(self, tensors: list[Tensor], nested: bool) -> None:
+        self.file, self.tensors, self.nested = _Small(), tensors, nested
         super().__init__(self.file, 5)
 
     def reducer_override(self, value: Any) -> Any:
@@ -206,6 +212,12 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return id, (_known(value),)
+        if kind is torch.Size:
+            return id, (tuple(value),)
+        if issubclass(kind, nn.Module) and not self.nested:
+            return id, (tuple(_of_modules(modules_of(value), {}, self.tensors, nested=True)),)
+        if _package(kind) in MACHINERY:
+            self.tensors += tensors_in(list(getattr(value, "__dict__", {}).values()))
         if (isinstance(value, REFERENCES) or _package(kind) in MACHINERY) and kind not in NUMBERS and value is not id:
             return id, (id(value), getattr(value, "training", None))
         return NotImplemented
@@ -254,7 +266,7 @@ class NamesRead:
         if INSTALLED in code.co_filename or package in MACHINERY or package in sys.stdlib_module_names:
             return
         with unseen_by_functions():
-            for name in code.co_names:
+            for name in {each.argval for each in dis.get_instructions(code) if each.opname in GLOBALS}:
                 if name[:2] != "__":
                     self._add(variables, name)
             if any(_may_change(frame.f_locals.get(name)) for name in code.co_freevars):
@@ -264,8 +276,9 @@ class NamesRead:
                             self._add(ref(function), number)
 
     def _add(self, place: dict[str, Any] | ref[FunctionType], name: str | int) -> None:
-        if _may_change(_value(place, name)):
-            self._places.setdefault((id(place), name), place)
+        with suppress(Exception):  # whatever a user's object raises that is only looked at
+            if _may_change(_value(place, name)):
+                self._places.setdefault((id(place), name), place)
 
 
 def _value(place: dict[str, Any] | ref[FunctionType], name: str | int) -> Any:
@@ -278,6 +291,8 @@ def _value(place: dict[str, Any] | ref[FunctionType], name: str | int) -> Any:
 def _state_of(value: Any, tensors: list[Tensor] | None = None) -> Hashable:
     if isinstance(value, type):
         return _of_class(value)
+    if isinstance(value, ModuleType):
+        return tuple((type(each), each) for each in vars(value).values() if type(each) in NUMBERS)
     return (type(value), value) if type(value) in NUMBERS else held_state(value, [] if tensors is None else tensors)
 
 
@@ -285,13 +300,16 @@ def _may_change(value: Any) -> bool:
     """Whether something may be, or hold, another number later, and is no part of a library's machinery."""
     if isinstance(value, type):
         return _package(value) not in MACHINERY | sys.stdlib_module_names
-    if isinstance(value, Tensor) or type(value) in NUMBERS:
+    if isinstance(value, ModuleType):  # a user's own, such as one of settings
+        name, file = value.__name__.partition(".")[0], getattr(value, "__file__", None) or ""
+        return not (name in MACHINERY or name in sys.stdlib_module_names or INSTALLED in file)
+    if value is None or isinstance(value, (Tensor, nn.Module)) or type(value) in NUMBERS:
         return True
-    return not isinstance(value, (*REFERENCES, NoneType)) and _package(type(value)) not in MACHINERY
+    return not isinstance(value, REFERENCES) and _package(type(value)) not in MACHINERY
 
 
 def _package(kind: type[Any]) -> str:
-    return kind.__module__.partition(".")[0]
+    return str(kind.__module__).partition(".")[0]
 
 
 def _known(value: Any) -> Hashable:
@@ -307,7 +325,7 @@ def _known(value: Any) -> Hashable:
 def _place(tensor: Tensor) -> Hashable:
     if tensor.layout != torch.strided:
         return id(tensor)
-    return tensor.data_ptr(), *tensor.shape, *tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, *tensor.shape, *tensor.stride()
 
 
 def _plain(values: Iterable[Any]) -> list[Hashable]:

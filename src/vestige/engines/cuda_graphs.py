@@ -240,6 +240,10 @@ class CaptureCosts:
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
+MOST_CHANGES = 3
+"""After so many captures a model may be another one than before; one more, and it is not captured."""
+
+
 class Captured:
     """The fast engine; on a GPU its steps are captured and replayed.
 
@@ -258,7 +262,7 @@ class Captured:
         self._state: Hashable = None
         """In which state the model was met last: one that changes all the time is not captured."""
         self._known: KnownModules = {}
-        self._names = NamesRead()
+        self._names, self._changes = NamesRead(), 0
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
@@ -351,8 +355,12 @@ class Captured:
             capture = partial(self._capture, known, mean=mean, clip=clip, into=into, full=full)
             with buffers_kept(self.model):
                 self._costs.capture(ahead(expected) if first else [best], capture)
-            if self._state_now() != state:
-                raise NotCapturable("the model changes what it holds in each of its passes")
+            if self._state_now() != state:  # of a cache that is being filled it is another one once more
+                del self._graphs[key]
+                self._changes += 1
+                if self._changes > MOST_CHANGES:
+                    raise NotCapturable("the model changes what it holds in each of its passes")
+                return None
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]

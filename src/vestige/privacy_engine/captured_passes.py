@@ -31,6 +31,7 @@ from vestige.engines.capture_guards import (
     state_fingerprint,
 )
 from vestige.engines.cuda_graphs import (
+    MOST_CHANGES,
     MOST_GRAPHS,
     CaptureCosts,
     Timer,
@@ -119,8 +120,8 @@ class Replay:
     went_back: bool = False
     came: Collection[int] = ()
     """The numbers of the buffers that hold what came back last."""
-    versions: int = 0
-    """Of what the forward pass has read."""
+    read: Sequence[tuple[Tensor, int]] = ()
+    """What the forward pass may have read, and how often it had been written to. It stays as long as the pass."""
 
     def outputs(self) -> tuple[list[Any], TreeSpec]:
         """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
@@ -143,7 +144,7 @@ class Replay:
         """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
         if self.owner.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
-        if self.versions != self.owner.owner.versions() or self.owner.owner.holds_examples():
+        if any(each._version != version for each, version in self.read) or self.owner.owner.holds_examples():
             raise ValueError(
                 "a parameter, or a tensor that the model reads, was written to between a forward pass and its backward "
                 "pass, which are one: write to it after the step"
@@ -238,6 +239,8 @@ class CapturedPasses:
     _used: dict[int, set[int]] = field(default_factory=dict)
     """Of so many outputs, the places of those to which losses have sent gradients back."""
     _ran: bool = False
+    _changes: int = 0
+    """How often the module was another one after a capture."""
     _names: NamesRead = field(default_factory=NamesRead)
     _held: list[weakref.ref[Tensor]] = field(default_factory=list)
     """Tensors that Python holds beside parameters and buffers, as the last pass has found them."""
@@ -345,9 +348,12 @@ class CapturedPasses:
             with buffers_kept(self.module):
                 self._costs.capture(ahead(self.sizes) if first else [size], form.capture)
             with unseen_by_functions():
-                if self._state_of(modules) != state:
+                if self._state_of(modules) != state:  # of a cache that is being filled it is another one once more
                     del self._forms[key]
-                    raise NotCapturable("the model changes what it holds in each of its passes")
+                    self._changes += 1
+                    if self._changes > MOST_CHANGES:
+                        raise NotCapturable("the model changes what it holds in each of its passes")
+                    return None
         return None if form is None else form.begin(asked, asked.padded(self._padding, form.to).call.leaves)
 
     def _state_of(self, modules: Sequence[nn.Module]) -> Hashable:
@@ -363,11 +369,11 @@ class CapturedPasses:
         held = (each() for each in self._held)
         return any(tensor is not None and self.tracking.label(tensor) is not None for tensor in held)
 
-    def versions(self) -> int:
-        """How often parameters, and tensors beside them, have been written to."""
+    def read(self) -> list[tuple[Tensor, int]]:
+        """Parameters, and tensors beside them, with how often they have been written to."""
         held = (each() for each in self._held)
         tensors = [*self.module.parameters(), *(each for each in held if each is not None)]
-        return sum(tensor._version for tensor in tensors if not tensor.is_inference())
+        return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
     def _size(self, rows: int) -> int:
         """Of the graph that suits so many rows: one of those that were announced, or more."""
@@ -498,7 +504,7 @@ class CapturedForm:
         draws = device_draws(self.device)
         lengths = {name: leaf.shape[1] for name, leaf in asked.texts.items() if leaf.dim() > 1}
         replay = Replay(self, self._smallest(asked.rows), asked.rows, lengths, draws)
-        replay.versions = self.owner.versions()
+        replay.read = self.owner.read()
         self.room.within = replay
         return replay
 

@@ -118,9 +118,10 @@ def fitted(curator: TableCurator, plan: MarginalsPlan) -> Fitted:
     elif size > 1:  # the question is asked either way: what is charged must not follow from answers
         again = curator.counts(alone, maps, plan.pair_multiplier)
         other = curator.rows_per_unit * plan.pair_multiplier * sqrt(size)
-        share = noise**2 / (noise**2 + other**2)
-        counted = [(1 - share) * first + share * second for first, second in zip(counted, again, strict=True)]
-        deviations = [sqrt(1 - share) * each for each in deviations]
+        shares_of_it = [each**2 / (each**2 + other**2) for each in deviations]
+        both = zip(shares_of_it, counted, again, strict=True)
+        counted = [(1 - share) * first + share * second for share, first, second in both]
+        deviations = [np.sqrt(1 - share) * each for share, each in zip(shares_of_it, deviations, strict=True)]
     spread = curator.rows_per_unit * plan.pair_multiplier * sqrt(max(1, len(edges)))
     nodes, pairs = fit(counted, deviations, tables, spread, population)
     return Fitted(nodes, pairs, maps, shares)

@@ -151,7 +151,11 @@ def _said(folder: Path) -> str:
 def check_card(folder: Path) -> None:
     """Raise `LedgerError` if the card of a synthesis says something else than its record, which the ledger seals."""
     card = folder / CARD
-    if (folder / RECORD).is_file() and card.is_file() and _said(folder) not in card.read_text(encoding="utf-8"):
+    if (
+        (folder / RECORD).is_file()
+        and card.is_file()
+        and _said(folder) not in card.read_text(encoding="utf-8", errors="replace")
+    ):
         raise LedgerError(f"{card} says something else than {RECORD}: it was edited; remove it, or make it again")
 
 

@@ -65,7 +65,7 @@ class Column:
             blank = _blank(value)
             cell = self._own if blank and self.optional else -1
             if not blank:
-                cell = self._cell(value) if self.is_number else places.get(_word(value), -1)
+                cell = self._cell(value) if self.is_number else _place(places, value)
             if cell < 0:
                 raise ValueError(f"columns: {self.name}: row {row + 1} of {where} {self._lack(blank)}")
             found[row] = cell
@@ -128,9 +128,14 @@ def _blank(value: object) -> bool:
 def _word(value: object) -> str:
     if isinstance(value, bool | np.bool_):
         return str(bool(value)).lower()
-    if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
-        return str(int(float(value)))  # a column of whole numbers of which some are missing
     return str(value).strip()
+
+
+def _place(places: Mapping[str, int], value: object) -> int:
+    """Of a category. In a column of whole numbers of which some are missing, the others are no whole ones."""
+    found = places.get(_word(value), -1)
+    whole = isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer()
+    return places.get(str(int(float(value))), -1) if found < 0 and whole else found  # type: ignore[arg-type]
 
 
 def columns_of(declared: str | Mapping[str, object] | Sequence[Column], bins: int = BINS) -> tuple[Column, ...]:
@@ -196,10 +201,10 @@ def _of_value(name: str, value: object, bins: int) -> Column:
     optional, name = name.endswith("?"), name.removesuffix("?")
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"columns: {name} must be a pair of bounds, or a list of categories")
-    kinds = {bool if isinstance(each, bool) else Real if isinstance(each, Real) else type(each) for each in value}
-    if len(kinds) > 1 or kinds == {type(None)}:
+    numbers = [isinstance(each, Real) and not isinstance(each, bool) for each in value]
+    if None in value or (len(value) == 2 and any(numbers) and not all(numbers)):
         raise ValueError(f"columns: {name} must have two bounds, or categories of one kind: all words, or all numbers")
-    if len(value) == 2 and kinds == {Real}:
+    if len(value) == 2 and all(numbers):
         whole = all(isinstance(end, Integral) for end in value)
         low, high = value = [int(end) if whole else float(end) for end in value]
         if not all(abs(end) <= (LARGEST_WHOLE if whole else LARGEST) for end in value):  # NaN and infinity, too

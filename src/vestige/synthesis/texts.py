@@ -93,7 +93,7 @@ class TextRun:
         self.job = job
         _check(job)
         if resume:
-            _require_same(job, load(RunFolder(out)))
+            _require_same(job, load(RunFolder(out)), (out / "samples.part").exists())
         self._drawing = Drawing(job.max_length, job.temperature, job.top_p, job.guidance, job.sampling_batch, job.seed)
         read_configuration(job.model)
         tokenizer = read_tokenizer(job.model, job.pad_token)
@@ -236,17 +236,19 @@ def _check(job: TextSynthesis) -> None:
         tasks.require_public(job.test, job.data)
 
 
-HELD = (
-    *("text_column", "label_column", "labels", "label_shares", "max_length"),
-    *("temperature", "top_p", "guidance", "sampling_batch", "samples"),
-)
-"""What a run that is resumed must be given again: what was trained, and made, follows from it."""
+TRAINED = ("text_column", "label_column", "labels", "label_shares", "max_length")
+WRITTEN = ("temperature", "top_p", "guidance", "sampling_batch", "samples")
+"""What a run that is resumed must be given again: what was trained follows from the first, what was written, if any
+was, from the others."""
 
 
-def _require_same(job: TextSynthesis, began: TextSynthesis) -> None:
-    for name in HELD:
-        if getattr(job, name) != getattr(began, name):
-            raise ValueError(f"resume: {name} is not what it was when the run began, {getattr(began, name)!r}")
+def _require_same(job: TextSynthesis, began: TextSynthesis, written: bool) -> None:
+    for name in (*TRAINED, *(WRITTEN if written else ())):
+        ours, before = (
+            list(each) if isinstance(each, tuple) else each for each in (getattr(job, name), getattr(began, name))
+        )
+        if ours != before:
+            raise ValueError(f"resume: {name} is not what it was when the run began, {before!r}")
 
 
 def tuning_of(job: TextSynthesis) -> FineTuning:

@@ -106,7 +106,7 @@ def _whole(path: Path, reader: csv.DictReader[str]) -> Iterator[tuple[str, dict[
     """Rows, and what they are called. One with more fields than columns has a comma without quotes somewhere: what
     stands where is not known."""
     for number, row in enumerate(reader, 1):
-        if None in row:
+        if any(field.strip() for field in row.get(None, ())):  # type: ignore[call-overload]
             raise ValueError(f"data={str(path)!r}: row {number} has more fields than there are columns")
         yield f"row {number}", row
 
