@@ -315,7 +315,7 @@ def test_what_a_pass_has_read_stays_until_it_went_back(what, captured):
 def test_examples_in_what_a_model_reads_are_not_replayed():
     def after(loss, model, x, y):
         loss.backward()
-        model.held["scale"].copy_(x.detach().mean(0).repeat(2)[:7])
+        model.held["scale"].data.copy_(x.detach().mean(0).repeat(2)[:7])
 
     with pytest.raises(ValueError, match=r"\S") as raised:
         loop(backward=after, model=Held)
