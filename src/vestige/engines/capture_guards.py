@@ -154,12 +154,16 @@ def _of_modules(
         if facts.others:
             found += map(_known, facts.others)
             inside += tensors_in(facts.others)
+            parts = [each for each in facts.others if isinstance(each, partial)]
+            inside += tensors_in([(*each.args, *each.keywords.values()) for each in parts])
         for value in facts.held:
             held[id(value)] = value  # often the same for many modules
             found.append(places.setdefault(id(value), len(places)))
         for store in (attributes["_parameters"], attributes["_buffers"]):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
+                if nested:  # else they are looked at by their owner
+                    inside += [tensor for tensor in store.values() if tensor is not None]
     found += last
     found += [held_state(value, inside, nested) for value in held.values()]
     for base in {type(module): None for module in modules}:
@@ -188,8 +192,9 @@ def held_state(value: Any, tensors: list[Tensor], nested: bool = False) -> Hasha
         pickler.dump(value)
     except Exception:  # its own, of whatever cannot be pickled or is large
         inside = list(value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values())
-        tensors += tensors_in(inside)
-        return id(value), *(each for each in inside if type(each) in NUMBERS)
+        there = tensors_in(inside)
+        tensors += there
+        return id(value), *(each for each in inside if type(each) in NUMBERS), *map(_known, there)
     return pickler.file.getvalue()
 
 
@@ -216,10 +221,11 @@ class _Pickler(pickle.Pickler):
             return id, (tuple(value),)
         if issubclass(kind, nn.Module) and not self.nested:
             return id, (tuple(_of_modules(modules_of(value), {}, self.tensors, nested=True)),)
-        if _package(kind) in MACHINERY:
-            self.tensors += tensors_in(list(getattr(value, "__dict__", {}).values()))
-        if (isinstance(value, REFERENCES) or _package(kind) in MACHINERY) and kind not in NUMBERS and value is not id:
-            return id, (id(value), getattr(value, "training", None))
+        machinery = _package(kind) in MACHINERY and kind not in NUMBERS
+        if (isinstance(value, REFERENCES) or machinery) and value is not id:
+            there = tensors_in(list(getattr(value, "__dict__", {}).values())) if machinery else []
+            self.tensors += there
+            return id, (id(value), getattr(value, "training", None), tuple(map(_known, there)))
         return NotImplemented
 
 
